@@ -1,0 +1,78 @@
+"""The inline runtime: one rank, in the driver's own process, each call done when it returns. Breakpoints work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...batch import Batch
+from ...layout import ParallelLayout
+from ..batch_ref import BatchRef
+from ..group import WorkerGroup
+from ..protocols import Protocol
+from ..trace import Trace
+from ..worker import Worker
+
+R = TypeVar("R")
+
+
+class InlineGroup(WorkerGroup):
+    """A group of exactly one rank. `make` builds the rank's worker when the group starts."""
+
+    def __init__(self, name: str, make: Callable[[], Worker[Any]], trace: Trace) -> None:
+        self.name = name
+        self.layout = ParallelLayout()
+        self._make = make
+        self._trace = trace
+        self._worker: Worker[Any] | None = None
+
+    def start(self) -> None:
+        if self._worker is None:
+            worker = self._make()
+            with self._trace.call(self.name, "start"):
+                worker.start()
+            self._worker = worker
+
+    def call(self, method: str, protocol: Protocol, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        worker = self._started()
+        batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Batch)), None)
+        with self._trace.call(self.name, method, inputs=batch) as span:
+            [(rank_args, rank_kwargs)] = protocol.distribute(
+                self.layout, [_here(a) for a in args], {k: _here(v) for k, v in kwargs.items()}
+            )
+            try:
+                result = getattr(worker, method)(*rank_args, **rank_kwargs)
+            except Exception as error:
+                error.add_note(f"in {self.name}.{method}, rank 0 (inline)")
+                raise
+            result = protocol.collect(self.layout, [result])
+            if not isinstance(result, Batch):
+                return result
+            span.output(result)
+            return BatchRef.of(result)
+
+    def on_ranks(self, fn: Callable[..., R], args: Sequence[Any], ranks: Sequence[int] | None) -> list[R]:
+        worker = self._started()
+        return [fn(worker, *args) for rank in ([0] if ranks is None else ranks) if self.layout.coordinates(rank)]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started().save_rank(folder)
+
+    def load(self, folder: Path) -> None:
+        self._started().load_rank(folder)
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    def _started(self) -> Worker[Any]:
+        self.start()
+        assert self._worker is not None
+        return self._worker
+
+
+def _here(value: Any) -> Any:
+    return value.fetch() if isinstance(value, BatchRef) else value

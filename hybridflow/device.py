@@ -1,0 +1,77 @@
+"""The only file that names an accelerator: what this process computes on, how its ranks talk, how much memory there is."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of the device this process computes on, in bytes; on a CPU that of the machine."""
+
+    total: int
+    free: int
+
+
+def device_type() -> str:
+    """`cuda` (also for ROCm), `npu`, `xpu`, ... where there is such a device, else `cpu`."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator else "cpu"
+
+
+def is_accelerated() -> bool:
+    """Whether there is anything but a CPU."""
+    return device_type() != "cpu"
+
+
+def current_device() -> torch.device:
+    """The device this process computes on."""
+    return (
+        torch.device(device_type(), torch.accelerator.current_device_index())
+        if is_accelerated()
+        else torch.device("cpu")
+    )
+
+
+def device_count() -> int:
+    """Accelerators of this machine; a CPU counts as one device."""
+    return torch.accelerator.device_count() if is_accelerated() else 1
+
+
+def collective_backend() -> str:
+    """Backend of torch.distributed for CPU tensors and, beside it, for those of the accelerator."""
+    kind = device_type()
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def init_process_group_once() -> None:
+    """The default process group: the one there is, else one of a single rank, which needs no rendezvous."""
+    if not dist.is_initialized():
+        dist.init_process_group(collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def memory() -> DeviceMemory:
+    """What the device has and what is free of it now."""
+    if is_accelerated():
+        free, total = torch.accelerator.get_memory_info()
+        return DeviceMemory(total, free)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
+
+
+def peak_memory() -> int:
+    """Most bytes that tensors held on the accelerator so far; 0 on a CPU."""
+    return torch.accelerator.max_memory_allocated() if is_accelerated() else 0
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch (all devices), numpy's and Python's global generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

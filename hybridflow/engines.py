@@ -1,0 +1,172 @@
+"""The contracts of the two kinds of engine. Everything above them speaks of these types and names no engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from .batch import Batch, concat
+from .errors import BatchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .batch import Metrics
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    n: samples per prompt. temperature: 0 is greedy. top_k: -1 is off. max_new_tokens: sampled tokens of one turn.
+    stop: strings or token ids that end a response (they are part of it). banned_tokens: ids never sampled.
+    fresh: bring the engine's weights up to date first.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_new_tokens: int = 512
+    stop: tuple[str | int, ...] = ()
+    banned_tokens: tuple[int, ...] = ()
+    fresh: bool = True
+
+    def greedy(self) -> Sampling:
+        """One sample, the most probable token each time."""
+        return replace(self, n=1, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The part of one parameter that a rank holds.
+
+    name: as in a checkpoint on disk. shape: of the whole parameter. offset: where `tensor` starts in it, per dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+class Objective(Protocol):
+    """What an optimizer step minimises: a per-unit loss over what a forward gives and the columns it names."""
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """Forward outputs it reads: of logprobs, entropy."""
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """Of `outputs`, those that need a gradient."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the batch it reads, beside the outputs. Missing optional ones are left out."""
+
+    @property
+    def unit(self) -> str:
+        """The column whose equal values must stay together: rollout_id, or group_id for losses over groups."""
+
+    def weights(self, batch: Batch) -> np.ndarray:
+        """float64 weight of each response token [T] (0 = not learned from), by the aggregation mode, so that the loss of
+        the whole batch is the sum over tokens of weight x per-token loss."""
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss [T], metrics: name -> [T] detached) of the response tokens of some rows of the batch."""
+
+
+class TrainEngine(ABC):
+    """A model that learns. Rows are packed without padding; results do not depend on how they are cut or placed."""
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype its matrix products run in; rollouts use the same."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """Ragged columns aligned with response_ids, one per name in `outputs` (logprobs, entropy), under the sampling
+        temperature; no gradient. Errors: EngineError if a value is NaN."""
+
+    @abstractmethod
+    def step(self, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step on all rows of the batch. A batch without a weighted token skips it (metric `skipped`)."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch, objective: Objective) -> Batch:
+        """Dense column `loss`: per row the mean of the per-token loss over learned tokens. No step."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[ParameterShard]:
+        """What this rank holds of each parameter, under checkpoint names; the tensors are live, not copies."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Weights, optimizer and scheduler, complete on disk when it returns."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Errors: CheckpointError."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """A Hugging Face folder with the present weights and the tokenizer; `from_pretrained` reads it."""
+
+
+class RolloutEngine(ABC):
+    """A service that samples. Requests are keyed by (group_id, sample); a group_id may be in flight once.
+
+    Each sample's random numbers depend on (seed, group_id, sample) alone.
+    """
+
+    version: int = 0
+    """Number of syncs that changed something; every sampled token carries it."""
+
+    @abstractmethod
+    def submit(self, prompts: Batch, sampling: Sampling) -> None:
+        """Queue sampling.n rollouts for each row of `prompts` (columns prompt_ids, group_id)."""
+
+    @abstractmethod
+    def completed(self) -> Iterator[Batch]:
+        """Finished rollouts as they finish, until none is pending. Columns: group_id, sample, response_ids,
+        response_mask, rollout_logprobs, policy_version, finish_reason."""
+
+    @abstractmethod
+    def abort(self, group_ids: Iterable[int] | None = None) -> int:
+        """Ends these groups' rollouts (all, if None); what was sampled comes out of `completed` with finish_reason
+        ABORT. Returns how many rollouts were ended."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """Rollouts submitted and not yet handed out."""
+
+    @abstractmethod
+    def sync(self, shards: Iterable[ParameterShard], version: int) -> None:
+        """Take over these weights as `version`. Errors: EngineError naming a missing, unknown or misshapen parameter;
+        the engine then refuses to sample until a sync succeeds."""
+
+    def generate(self, prompts: Batch, sampling: Sampling, progress: Callable[[int, int], None] | None = None) -> Batch:
+        """Submit and drain: rollouts ordered by prompt row, then sample. `progress(done, total)` is called as they end."""
+        if self.pending:
+            raise BatchError("generate: the engine has requests in flight; drain completed() first.")
+        self.submit(prompts, sampling)
+        parts: list[Batch] = []
+        done, total = 0, self.pending
+        for part in self.completed():
+            parts.append(part)
+            done += len(part)
+            if progress is not None:
+                progress(done, total)
+        rows = concat(parts)
+        position = {int(group): i for i, group in enumerate(prompts.array("group_id"))}
+        key = [position[int(group)] * sampling.n for group in rows.array("group_id")] + rows.array("sample")
+        return rows.take(np.argsort(key))

@@ -1,0 +1,25 @@
+"""Validation alone, with the rollout that training uses.
+
+hybridflow evaluate model.path=runs/x/export data=gsm8k reward.functions=[math] validation.sampling.n=16 validation.pass_at=[1,16]
+"""
+
+from hybridflow import Actor, Batch, Reward, Run, Sampling, recipe
+from hybridflow.batch import Metrics
+
+
+@recipe("run.resume=never", "run.dir=runs/evaluate")
+def evaluate(run: Run) -> None:
+    """Sample the validation rows and print reward and pass@k."""
+    for name, value in scores(run).items():
+        print(f"{name} {value:.4f}")
+
+
+def scores(run: Run) -> Metrics:
+    """The validation metrics of the model as it is."""
+    actor, reward = run.groups(Actor, Reward)
+
+    def rollout(prompts: Batch, sampling: Sampling) -> Batch:
+        batch = actor.generate(prompts, sampling)
+        return batch | reward.score(batch)
+
+    return run.validate(rollout)

@@ -1,0 +1,176 @@
+"""Checks of a whole configuration, made before any process starts. Each message names the keys and the remedy.
+
+A node that can judge its own values does so in its dataclass; here are the ranges of the others, and everything that
+takes two keys to see.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from ..algorithms.registry import resolve
+from ..errors import ConfigError, did_you_mean
+from .tasks import check_task
+from .tree import Config, SamplingConfig, leaves, resolved
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.attention": ("auto", "sdpa", "flash"),
+    "data.kind": ("prompts", "examples"),
+    "data.overlong_prompt": ("drop", "error"),
+}
+AT_LEAST: dict[str, float] = {
+    "data.validation_rows": 1,
+    "data.rows_per_step": 1,
+    "data.max_prompt_tokens": 1,
+    "sampling.n": 1,
+    "sampling.temperature": 0,
+    "sampling.max_new_tokens": 1,
+    "validation.sampling.n": 1,
+    "validation.sampling.temperature": 0,
+    "validation.sampling.max_new_tokens": 1,
+    "rollout.max_context_tokens": 1,
+    "rollout.max_concurrent": 1,
+    "validation.every_steps": 0,
+    "validation.patience": 1,
+    "run.seed": 0,
+    "run.steps": 1,
+    "run.epochs": 1,
+    "run.max_hours": 0,
+    "run.checkpoint_steps": 0,
+    "run.checkpoints_kept": 1,
+    "run.completions_shown": 0,
+}
+SAMPLING_ONLY_IN_VALIDATION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}  # key -> the value that leaves it out
+
+
+def check(config: Config) -> None:
+    """Everything that can be seen without data, model or roles. Errors: ConfigError."""
+    _check_ranges(config)
+    _check_sampling("sampling", config.sampling)
+    _check_sampling("validation.sampling", config.validation.sampling)
+    check_task(config.data.path, config.data.task)
+    _check_plugins(config)
+    if config.data.kind == "prompts":
+        _check_training_samples(config)
+        _check_context(config)
+    _check_steps(config)
+    _check_validation(config)
+    _check_resume(config.run.resume)
+
+
+def _check_ranges(config: Config) -> None:
+    for key, value in leaves(resolved(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: a finite number is needed.")
+    for key, legal in CHOICES.items():
+        value = _at(config, key)
+        if value not in legal:
+            raise ConfigError(f"{key}={value}: it is one of {', '.join(legal)}.{did_you_mean(value, legal)}")
+    for key, least in AT_LEAST.items():
+        value = _at(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value}: it is at least {least:g}.")
+
+
+def _check_sampling(node: str, sampling: SamplingConfig) -> None:
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"{node}.top_p={sampling.top_p}: it is above 0 and at most 1 (1 = all tokens).")
+    if not 0 <= sampling.min_p <= 1:
+        raise ConfigError(f"{node}.min_p={sampling.min_p}: it is between 0 (all tokens) and 1.")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise ConfigError(f"{node}.top_k={sampling.top_k}: it is at least 1, or -1 for all tokens.")
+    if any(token < 0 for token in sampling.banned_tokens):
+        raise ConfigError(f"{node}.banned_tokens={sampling.banned_tokens}: token ids are 0 or more.")
+    if "" in sampling.stop:
+        raise ConfigError(f"{node}.stop={sampling.stop}: an empty string would end every response at once.")
+
+
+def _check_plugins(config: Config) -> None:
+    """Every function that the configuration names is there."""
+    names = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    for spec in config.reward.functions:
+        resolve(spec, "reward")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"reward.functions: two are called '{name}', but reward/{name} is one column: rename one."
+            )
+    for spec in config.run.trackers:
+        resolve(spec, "tracker")
+
+
+def _check_training_samples(config: Config) -> None:
+    """Training samples come from the distribution that the trainer's log-probs describe."""
+    for key, off in SAMPLING_ONLY_IN_VALIDATION.items():
+        value = getattr(config.sampling, key)
+        if value != off:
+            raise ConfigError(
+                f"sampling.{key}={value}: {key} is for validation, validation.sampling.{key}={value}. In training its "
+                f"effect on the log-probs would need a correction; leave sampling.{key}={off}."
+            )
+    if config.sampling.temperature == 0:
+        raise ConfigError(
+            "sampling.temperature=0 is greedy: all samples of a prompt would be equal, and the trainer divides its "
+            "logits by it. Set it above 0; for greedy validation say validation.sampling.temperature=0."
+        )
+    if config.advantage.name == "grpo" and config.sampling.n < 2:
+        raise ConfigError(
+            f"advantage=grpo compares samples of one prompt, but sampling.n={config.sampling.n}: every advantage would "
+            "be 0. Set sampling.n>=2, or advantage=reinforce."
+        )
+
+
+def _check_context(config: Config) -> None:
+    context, prompt = config.rollout.max_context_tokens, config.data.max_prompt_tokens
+    if context is not None and context <= prompt:
+        raise ConfigError(
+            f"rollout.max_context_tokens={context} is prompt and response together, but data.max_prompt_tokens="
+            f"{prompt} leaves no room for a response: raise the one or lower the other."
+        )
+
+
+def _check_steps(config: Config) -> None:
+    algorithm, rows, n = config.algorithm, config.data.rows_per_step, config.sampling.n
+    if config.data.kind == "prompts":
+        total, what = rows * n, f"{rows * n} rollouts (data.rows_per_step={rows} prompts x sampling.n={n})"
+    else:
+        total, what = rows, f"{rows} rows (data.rows_per_step={rows})"
+    if algorithm.minibatches > total:
+        raise ConfigError(f"algorithm.minibatches={algorithm.minibatches} optimizer steps, but a step has only {what}.")
+    steps = algorithm.minibatches * algorithm.epochs
+    if algorithm.old_policy == "current" and steps > 1:
+        raise ConfigError(
+            f"algorithm.old_policy=current with {steps} optimizer steps per batch (algorithm.minibatches="
+            f"{algorithm.minibatches} x algorithm.epochs={algorithm.epochs}): the ratio would always be 1. Say "
+            "algorithm.old_policy=recompute or rollout, or take one optimizer step."
+        )
+
+
+def _check_validation(config: Config) -> None:
+    validation = config.validation
+    for k in validation.pass_at:
+        if not 1 <= k <= validation.sampling.n:
+            raise ConfigError(
+                f"validation.pass_at={validation.pass_at}: pass@{k} needs {k} samples of each prompt, but "
+                f"validation.sampling.n={validation.sampling.n}. Set validation.sampling.n={max(k, 1)}, or drop {k}."
+            )
+    if validation.patience is not None and validation.every_steps == 0:
+        raise ConfigError(
+            f"validation.patience={validation.patience} counts validations, but validation.every_steps=0 makes none: "
+            "set validation.every_steps."
+        )
+
+
+def _check_resume(resume: str) -> None:
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise ConfigError(
+            f"run.resume={resume}: it is auto, never or a checkpoint folder, and there is no folder {resume}."
+            f"{did_you_mean(resume, ('auto', 'never'))}"
+        )
+
+
+def _at(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)

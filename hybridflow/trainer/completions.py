@@ -1,0 +1,45 @@
+"""Completions to parquet: every rollout of every step, one file a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..batch import Batch
+from ..columns import FinishReason, Kind, kind_of
+
+SKIPPED = ("values", "advantages", "returns", "response_mask", "token_rewards")
+
+
+class Completions:
+    """The folder `completions/`: step-000001.parquet and on. A resumed run writes its own steps again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: int, rows: Batch) -> None:
+        """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out."""
+        self.folder.mkdir(exist_ok=True)
+        columns = {name: _arrow(rows, name) for name in rows.names if name in ("prompt_ids", "response_ids") or _kept(rows, name)}
+        columns["step"] = pa.array(np.full(len(rows), step))
+        partial = self.folder / f".step-{step:06d}.parquet"
+        pq.write_table(pa.table(columns), partial)  # type: ignore[no-untyped-call]
+        partial.replace(self.folder / f"step-{step:06d}.parquet")
+
+
+def _kept(rows: Batch, name: str) -> bool:
+    return name not in SKIPPED and kind_of(rows.column(name)) is not Kind.RAGGED
+
+
+def _arrow(rows: Batch, name: str) -> pa.Array:
+    column = rows.column(name)
+    if kind_of(column) is Kind.RAGGED:
+        return pa.array([ids.tolist() for ids in rows.ragged(name)])
+    if name == "finish_reason":
+        return pa.array([FinishReason(code).name.lower() for code in rows.array(name)])
+    if kind_of(column) is Kind.DENSE and rows.array(name).ndim == 1:
+        return pa.array(rows.array(name))
+    return pa.array([None if value is None else str(value) for value in rows.array(name)])

@@ -1,0 +1,73 @@
+"""Recipes: a driver with its default overrides, and the ways to start one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..algorithms.registry import register
+from .config import Config, compose
+from .run import Run
+
+Driver = TypeVar("Driver", bound=Callable[..., None])
+MEMORY = "memory"  # data.path of rows given as Python objects
+
+
+def recipe(*overrides: str) -> Callable[[Driver], Driver]:
+    """Names a driver (after its function) and gives it default overrides, in Hydra's own words.
+
+    It becomes a command: `hybridflow NAME`, or `hybridflow path/to/file.py:NAME` from a file of your own.
+    """
+
+    def wrap(driver: Driver) -> Driver:
+        driver.overrides = overrides  # type: ignore[attr-defined]
+        return register("recipe")(driver)
+
+    return wrap
+
+
+def options_type(driver: Callable[..., None]) -> type | None:
+    """The dataclass of a driver's second parameter, which is the configuration node `options`."""
+    parameters = list(signature(driver, eval_str=True).parameters.values())
+    return parameters[1].annotation if len(parameters) > 1 else None
+
+
+def configure(*overrides: str, recipe: Callable[..., None] | None = None) -> Config:
+    """The typed configuration from Hydra overrides, without a command line: for notebooks, tests and scripts."""
+    if recipe is None:
+        return compose(overrides)
+    return compose(overrides, recipe=getattr(recipe, "overrides", ()), options=options_type(recipe))
+
+
+def execute(driver: Callable[..., None], config: Config, **given: Any) -> Run:
+    """Run a driver to its end; keyword arguments are Run's. The run is closed, whatever happens."""
+    with Run(config, name=driver.__name__, **given) as run:
+        if options_type(driver) is None:
+            driver(run)
+        else:
+            driver(run, config.options)
+    return run
+
+
+def train(
+    driver: Callable[..., None],
+    *overrides: str,
+    model: str | Path,
+    data: str | Path | Sequence[Mapping[str, Any]],
+    reward: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
+    validation: Sequence[Mapping[str, Any]] | None = None,
+) -> Run:
+    """A driver, a model, data and a reward, without a command line; anything else as overrides.
+
+    data: a path or name as for data.path, a `datasets` Dataset, or a list of rows. reward: a function, a name, or several.
+    """
+    rows = None if isinstance(data, (str, Path)) else data
+    rewards = [reward] if callable(reward) or isinstance(reward, str) else list(reward)
+    names = [r for r in rewards if isinstance(r, str)]
+    words = [f"model.path={model}", f"data.path={data if rows is None else MEMORY}"]
+    words += [f"reward.functions=[{','.join(names)}]"] if names else []
+    config = configure(*words, *overrides, recipe=driver)
+    functions = [r for r in rewards if not isinstance(r, str)]
+    return execute(driver, config, rewards=functions, rows=rows, validation_rows=validation)

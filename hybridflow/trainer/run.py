@@ -1,0 +1,406 @@
+"""Run: what a driver asks of its run. Groups, rows, steps, state, record. The step boundary is the only commit point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, overload
+
+from ..algorithms.config import AlgorithmConfig
+from ..algorithms.registry import Loss, resolve
+from ..batch import Batch, Metrics
+from ..controller.runtime.inline import InlineGroup
+from ..controller.trace import Trace
+from ..controller.worker import Worker
+from ..engines import Sampling
+from ..errors import ConfigError
+from ..workers.actor import Actor
+from ..workers.models.loading import load_tokenizer
+from ..workers.settings import Settings
+from .advantages import Advantages
+from .checkpoint import Checkpoints
+from .completions import Completions
+from .config import Config, check, resolved, to_yaml, unread_by_roles
+from .console import Console, plan
+from .report import write_report
+from .resume import DriverState, check_same_run, checkpoint_to_resume, move_aside, random_state
+from .rows import RunRows
+from .tracking import MetricsFile, Tracker
+from .validation import Validation
+
+Rollout = Callable[[Batch, Sampling], Batch]
+SAMPLES_IN_REPORT = 8
+
+
+class HasState(Protocol):
+    """What `Run.stateful` takes beside a plain dict."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+T = TypeVar("T", bound="HasState | dict[str, Any]")
+G = TypeVar("G", bound=Worker[Any])
+A1 = TypeVar("A1", bound=Worker[Any])
+A2 = TypeVar("A2", bound=Worker[Any])
+A3 = TypeVar("A3", bound=Worker[Any])
+A4 = TypeVar("A4", bound=Worker[Any])
+
+
+class Run:
+    """One training run. Single use: declare groups and state, then step; close it, or use it as a context manager.
+
+    rewards: Python functions scored beside those of reward.functions. rows, validation_rows: data already in memory, in
+    the place of data.path and data.validation_path. `step`: steps committed. `last_rows`: what the last step recorded.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str = "run",
+        rewards: Sequence[Callable[..., Any]] = (),
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        validation_rows: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        check(config)
+        self.config = config
+        self.name = name
+        self.folder = Path(config.run.dir)
+        self.seed: int = config.run.seed
+        self.algorithm: AlgorithmConfig = config.algorithm
+        self.sampling = config.sampling.sampling()
+        self.loss = Loss(config.loss.name, **config.loss.options)
+        self.console = Console()
+        self.trace = Trace(self.folder / "trace", on_call=self.console.waiting)
+        self.step = 0
+        self.last_rows: Batch | None = None
+        self._done = False
+        self._trackers: Sequence[Tracker] = ()
+        self._rewards = tuple(rewards)
+        self._given_rows = rows, validation_rows
+        self._handles: dict[str, Worker[Any]] = {}
+        self._stateful: dict[str, HasState | dict[str, Any]] = {}
+        self._parts: list[Batch | Mapping[str, float]] = []
+        self._stop_reason: str | None = None
+        self._checkpoints = Checkpoints(self.folder / "checkpoints", config.run.checkpoints_kept)
+        self._resumed_from = checkpoint_to_resume(config.run.resume, self._checkpoints)
+        self._saved = DriverState.read(self._resumed_from) if self._resumed_from else None
+        self._advantages = self.stateful("kl", Advantages(config.algorithm, config.advantage))
+
+    # ---- groups
+    @overload
+    def groups(self, a: type[A1], b: type[A2], /) -> tuple[A1, A2]: ...
+    @overload
+    def groups(self, a: type[A1], b: type[A2], c: type[A3], /) -> tuple[A1, A2, A3]: ...
+    @overload
+    def groups(self, a: type[A1], b: type[A2], c: type[A3], d: type[A4], /) -> tuple[A1, A2, A3, A4]: ...
+    def groups(self, *roles: type[Worker[Any]]) -> tuple[Worker[Any], ...]:
+        """The groups of several roles, in the order asked for."""
+        return tuple(self.group(role) for role in roles)
+
+    def group(self, role: type[G], name: str | None = None, config: Any = None) -> G:
+        """The worker group of a role, as the driver's typed handle.
+
+        name: when a role is used twice. config: what a role of your own receives as `settings`.
+        """
+        name = name or role.role
+        if name in self._handles:
+            raise ConfigError(f"group '{name}' is declared twice: give the second a name, run.group({role.__name__}, 'other').")
+        settings = self.settings if config is None else config
+        group = InlineGroup(name, lambda: role(settings, name), self.trace)
+        handle = role(settings, name, group=group)
+        if self._saved is not None and name in self._saved.handles:
+            handle.load_state_dict(self._saved.handles[name])
+        self._handles[name] = handle
+        return handle
+
+    # ---- rows
+    def prompts(self, n: int | None = None) -> Batch:
+        """The next n prompts (data.rows_per_step), tokenised. group_id = the draw's number, unique in the run; the data is
+        gone through again and again."""
+        return self._rows.draw("prompts", n)
+
+    def examples(self, n: int | None = None) -> Batch:
+        """The next n rows of prompt and response, for supervised fine-tuning."""
+        return self._rows.draw("examples", n)
+
+    # ---- the loop
+    def steps(self, validate: Rollout | None = None) -> Iterator[int]:
+        """Checks and starts everything declared, then yields step numbers from where the run stopped.
+
+        Between two steps, and only there, metrics are committed, checkpoints written, validation run, the end decided.
+        """
+        if not self._start(validate):
+            return
+        while not self._done:
+            began = time.perf_counter()
+            self._parts = []
+            yield self.step
+            if not self._parts:
+                raise ConfigError(f"step {self.step} recorded nothing: end each step with run.record(batch, metrics).")
+            self._commit(time.perf_counter() - began, validate)
+        self._finish()
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Columns of the estimator that `advantage=` names, after KL in the reward where algorithm.kl=reward."""
+        return self._advantages(batch)
+
+    def record(self, *parts: Batch | Mapping[str, float]) -> None:
+        """What this step has to show: metrics that ride on batches, updates' metrics, your own numbers; a batch's rows go
+        to the completions."""
+        self._parts.extend(parts)
+
+    def validate(self, fn: Rollout) -> Metrics:
+        """`fn` on the validation rows with validation.sampling: mean of reward, components and loss, pass@k, by source."""
+        metrics = self._validation.run(fn)
+        self.console.idle()
+        return metrics
+
+    def stateful(self, name: str, obj: T) -> T:
+        """Registers a driver's own state: saved with each checkpoint, restored here on resume. It has
+        state_dict/load_state_dict, or is a plain dict; it may hold batches."""
+        if name in self._stateful:
+            raise ConfigError(f"stateful '{name}' is registered twice.")
+        if self._saved is not None and name in self._saved.stateful:
+            if isinstance(obj, dict):
+                obj.update(self._saved.stateful[name])
+            else:
+                obj.load_state_dict(self._saved.stateful[name])
+        self._stateful[name] = obj
+        return obj
+
+    def stop(self, reason: str) -> None:
+        """Ends the run once this step is committed."""
+        self._stop_reason = reason
+
+    def show(self, batch: Batch, rows: int = 2) -> None:
+        """Print a table of a few decoded rows."""
+        self.console.completions(batch, rows)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The committed steps' metrics, as in metrics.jsonl: one entry a step (and one for a validation before the first)."""
+        return MetricsFile(self.folder / "metrics.jsonl").rows()
+
+    # ---- what the parts are made from
+    @cached_property
+    def settings(self) -> Settings:
+        """What the built-in roles read."""
+        config = self.config
+        return Settings(
+            model=config.model,
+            training=config.training,
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            sampling=self.sampling,
+            reward=config.reward,
+            reward_functions=self._reward_functions(),
+            loss=self.loss,
+            reference_path=config.reference.path,
+            seed=self.seed,
+            deterministic=config.run.deterministic,
+            optimizer_steps=self.total_steps * self._optimizer_steps_a_step,
+        )
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return load_tokenizer(self.config.model)
+
+    @cached_property
+    def total_steps(self) -> int:
+        """run.steps, or what run.epochs over the data come to."""
+        return self.config.run.steps or self._rows.steps_in(self.config.run.epochs)
+
+    @cached_property
+    def _rows(self) -> RunRows:
+        rows = RunRows(self.config, self.tokenizer, *self._given_rows)
+        for notice in rows.notices:
+            self.console.say(notice)
+        return rows
+
+    @cached_property
+    def _validation(self) -> Validation:
+        config = self.config.validation
+        validation = Validation(config, self._rows.validation(), config.sampling.sampling())
+        return self.stateful("validation", validation)
+
+    @property
+    def _optimizer_steps_a_step(self) -> int:
+        return self.algorithm.epochs * self.algorithm.minibatches
+
+    def _reward_functions(self) -> tuple[tuple[str, Callable[..., Any], float], ...]:
+        specs = [*self.config.reward.functions, *self._rewards]
+        functions = [resolve(spec, "reward") for spec in specs]
+        weights = self.config.reward.weights or [1.0] * len(functions)
+        names = [spec if isinstance(spec, str) and ":" not in spec else fn.__name__ for spec, fn in zip(specs, functions, strict=True)]
+        return tuple(zip(names, functions, weights, strict=True))
+
+    @property
+    def _export_folder(self) -> Path:
+        return self.folder / "export"
+
+    # ---- start, commit, finish
+    def _start(self, validate: Rollout | None) -> bool:
+        """Whether anything is left to do; if so, everything declared is up and restored."""
+        unread_by_roles(self.config, set(self._handles), self.name, has_reward=bool(self._reward_functions()))
+        self._began = time.perf_counter()
+        if self.config.run.resume == "never" and self.folder.exists():
+            self.console.say(f"run.resume=never: the earlier run is kept as {move_aside(self.folder)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self._completions = Completions(self.folder / "completions")
+        data = self.config.data
+        self.console.say(plan(data.rows_per_step, self.sampling.n, self._optimizer_steps_a_step, data.kind, self.total_steps))
+        if self._saved is not None:
+            self._resume(self._saved)
+        else:
+            self._metrics.cut(0)
+        (self.folder / "config.yaml").write_text(to_yaml(self.config))
+        self._trackers = [self._tracker(name) for name in self.config.run.trackers]
+        self._done = self.step >= self.total_steps
+        if self._done and (self._export_folder.is_dir() or not self.config.run.export):
+            return False
+        for handle in self._handles.values():
+            if handle.group is not None and not handle.off:
+                handle.group.start()
+                if self._resumed_from is not None:
+                    handle.group.load(self._resumed_from / handle.name)
+        if self._saved is not None:
+            self._saved.restore_random()
+        elif validate is not None and self._validation.due(0, last=False):
+            self._log({"step": 0.0, **self._validated(validate)})
+        return True
+
+    def _resume(self, saved: DriverState) -> None:
+        assert self._resumed_from is not None
+        check_same_run(saved, resolved(self.config), self._rows.fingerprint, self._resumed_from)
+        self.step = saved.step
+        self._rows.load_state_dict(saved.cursor)
+        self._metrics.cut(saved.metrics_bytes)
+        self._began -= saved.seconds
+        _ = self._validation
+        self.console.say(f"resuming after step {saved.step} of {self.total_steps}, from {self._resumed_from}")
+        if self.step >= self.total_steps:
+            self.console.say(
+                f"this run is finished: all {self.total_steps} steps are done. To go on longer raise run.steps or "
+                "run.epochs; for a new run give another run.dir."
+            )
+
+    def _commit(self, seconds: float, validate: Rollout | None) -> None:
+        self.step += 1
+        metrics = {"step": float(self.step), "epoch": self._rows.epoch, **self._recorded(), "time/step": seconds}
+        metrics |= self.trace.seconds_by_call()
+        self.console.idle()
+        left = (self.total_steps - self.step) * (time.perf_counter() - self._began) / self.step
+        self.console.step(self.step, self.total_steps, metrics, left)
+        best = False
+        if validate is not None and self._validation.due(self.step, last=self._last_step()):
+            validated = self._validated(validate)
+            metrics |= validated
+            best = validated["val/best"] > 0
+            if self._validation.out_of_patience:
+                self.stop(f"{self.config.validation.patience} validations without improvement (validation.patience)")
+        length = self._log(metrics)
+        every = self.config.run.checkpoint_steps
+        self._done = self._last_step()
+        if self._done or best or (every and self.step % every == 0):
+            self._checkpoint(length, best)
+        self.trace.commit(self.step)
+
+    def _last_step(self) -> bool:
+        hours = self.config.run.max_hours
+        if self._stop_reason is None and hours is not None and time.perf_counter() - self._began > hours * 3600:
+            self.stop(f"run.max_hours={hours} are over")
+        return self.step >= self.total_steps or self._stop_reason is not None
+
+    def _recorded(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for part in self._parts:
+            metrics |= part.metrics if isinstance(part, Batch) else dict(part)
+        batches = [part for part in self._parts if isinstance(part, Batch)]
+        for batch in batches[:1]:
+            self.last_rows = batch.fetch()
+            self._completions.write(self.step, self.last_rows)
+        return metrics
+
+    def _validated(self, validate: Rollout) -> dict[str, float]:
+        metrics = dict(self.validate(validate))
+        best = self._validation.improved(metrics)
+        self.console.validation(self.step, metrics, best)
+        if self.last_rows is not None:
+            self.console.completions(self.last_rows, self.config.run.completions_shown)
+        return {**{f"val/{name}": value for name, value in metrics.items()}, "val/best": float(best)}
+
+    def _log(self, metrics: Mapping[str, float]) -> int:
+        length = self._metrics.append(metrics)
+        for tracker in self._trackers:
+            tracker.log(int(metrics["step"]), {name: value for name, value in metrics.items() if name != "step"})
+        return length
+
+    def _checkpoint(self, metrics_bytes: int, best: bool) -> None:
+        state = self._driver_state(metrics_bytes)
+
+        def write(folder: Path) -> None:
+            state.write(folder)
+            for handle in self._handles.values():
+                if handle.group is not None and not handle.off:
+                    handle.group.save(folder / handle.name)
+
+        self.console.waiting(f"checkpoint of step {self.step}")
+        self._checkpoints.save(self.step, write, best=best)
+        self.console.idle()
+
+    def _driver_state(self, metrics_bytes: int) -> DriverState:
+        python, numpy = random_state()
+        return DriverState(
+            step=self.step,
+            config=resolved(self.config),
+            data=self._rows.fingerprint,
+            cursor=self._rows.state_dict(),
+            handles={name: handle.state_dict() for name, handle in self._handles.items()},
+            stateful={n: dict(o) if isinstance(o, dict) else o.state_dict() for n, o in self._stateful.items()},
+            metrics_bytes=metrics_bytes,
+            seconds=time.perf_counter() - self._began,
+            random=python,
+            numpy=numpy,
+        )
+
+    def _finish(self) -> None:
+        if self._stop_reason is not None:
+            self.console.say(f"stopped after step {self.step}: {self._stop_reason}")
+        actor = next((handle for handle in self._handles.values() if isinstance(handle, Actor)), None)
+        if self.config.run.export and actor is not None:
+            actor.export(self._export_folder)
+            self.console.idle()
+            self.console.say(f"model exported to {self._export_folder}")
+        samples = None if self.last_rows is None else self.last_rows.take(slice(SAMPLES_IN_REPORT))
+        report = self.folder / "report.html"
+        write_report(report, f"{self.name}: {self.folder.name}", to_yaml(self.config), self._metrics.rows(), samples)
+        self.console.say(f"report: {report}")
+
+    def _tracker(self, spec: str) -> Tracker:
+        tracker: Tracker = resolve(spec, "tracker")(self.folder, resolved(self.config), self.step + 1)
+        return tracker
+
+    # ---- end
+    def close(self) -> None:
+        """Ends the groups and trackers; what was committed is on disk already."""
+        self.console.idle()
+        for handle in self._handles.values():
+            if handle.group is not None:
+                handle.group.stop()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = ()
+        self.trace.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,135 @@
+"""A key that somebody set and nobody will read is an error: what the user thinks happens does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .tree import Config
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys` (or nodes, with all their keys) are read by nothing while `idle`; `why` completes `KEY is set, but`."""
+
+    keys: tuple[str, ...]
+    idle: Callable[[Config], bool]
+    why: str
+
+
+RULES = (
+    Rule(
+        ("algorithm.kl_coef", "algorithm.kl_estimator", "algorithm.kl_horizon"),
+        lambda c: c.algorithm.kl == "none",
+        "algorithm.kl=none reads it nowhere: say algorithm.kl=loss or algorithm.kl=reward.",
+    ),
+    Rule(
+        ("algorithm.kl_horizon",),
+        lambda c: c.algorithm.kl == "loss",
+        "algorithm.kl=loss has a fixed coefficient and reads it nowhere: say algorithm.kl=reward.",
+    ),
+    Rule(
+        ("algorithm.kl_horizon",),
+        lambda c: c.algorithm.kl_target is None,
+        "the coefficient only adapts to a target: set algorithm.kl_target.",
+    ),
+    Rule(
+        ("algorithm.kl_stop",),
+        lambda c: c.algorithm.epochs * c.algorithm.minibatches == 1,
+        "there is one optimizer step per batch, nothing to stop early: set algorithm.epochs or algorithm.minibatches.",
+    ),
+    Rule(
+        ("reference",),
+        lambda c: c.algorithm.kl == "none",
+        "algorithm.kl=none builds no reference: say algorithm.kl=loss or algorithm.kl=reward.",
+    ),
+    Rule(
+        ("reward.timeout_s",),
+        lambda c: c.reward.workers == 0,
+        "reward.workers=0 scores in the driver, where nothing times out: set reward.workers.",
+    ),
+    Rule(
+        ("run.epochs",),
+        lambda c: c.run.steps is not None,
+        "run.steps says how long the run is: leave out one of the two.",
+    ),
+)
+
+NODE_OF_ROLE = {"reward": ("reward",), "reference": ("reference", "algorithm.kl")}
+"""Role -> the nodes and keys that it alone reads."""
+
+READ_BY_SAMPLING = (
+    "sampling",
+    "rollout",
+    "advantage",
+    "validation.sampling",
+    "validation.pass_at",
+    "algorithm.old_policy",
+)
+READ_BY_TRAINING = (
+    "algorithm",
+    "loss",
+    "advantage",
+    "sampling.n",
+    "data.split",
+    "data.shuffle",
+    "data.rows_per_step",
+    "validation.every_steps",
+    "validation.before_training",
+    "validation.metric",
+    "validation.patience",
+    "run.steps",
+    "run.epochs",
+    "run.max_hours",
+    "run.resume",
+    "run.checkpoint_steps",
+    "run.checkpoints_kept",
+    "run.export",
+)
+READ_BY_VALIDATION = ("validation.before_training", "validation.sampling", "validation.pass_at", "validation.metric")
+
+
+def unread(config: Config) -> None:
+    """Errors: ConfigError for the first key (by name) that was set and that other keys leave unread."""
+    for key in sorted(config.said):
+        for rule in RULES:
+            if _among(key, rule.keys) and rule.idle(config):
+                raise ConfigError(f"{key} is set, but {rule.why}")
+
+
+def unread_by_roles(
+    config: Config, roles: Iterable[str], recipe: str, *, has_reward: bool | None = None, trains: bool = True
+) -> None:
+    """What can be seen once the driver has declared its roles: keys of roles that it lacks, a reward that it needs.
+
+    has_reward: whether there is a reward function; None = as reward.functions says. trains: whether it takes steps.
+    Errors: ConfigError.
+    """
+    declared = set(roles)
+    for role, keys in NODE_OF_ROLE.items():
+        if role not in declared:
+            _refuse(config, keys, f"{recipe} has no {role}.")
+    if config.data.kind != "prompts":
+        keep = ("sampling.max_new_tokens",) if config.algorithm.aggregation == "sequence_sum_constant" else ()
+        _refuse(config, READ_BY_SAMPLING, f"{recipe} samples nothing (data.kind={config.data.kind}).", but=keep)
+    if not trains:
+        _refuse(config, READ_BY_TRAINING, f"{recipe} does not train.")
+    elif config.validation.every_steps == 0:
+        _refuse(config, READ_BY_VALIDATION, "validation.every_steps=0 validates never: set it above 0.")
+    if "reward" in declared and not (config.reward.functions if has_reward is None else has_reward):
+        raise ConfigError(
+            f"{recipe} needs a reward: say reward.functions=[exact], math or last_integer (a response against the "
+            "row's answer), or [path/to/file.py:name] for your own."
+        )
+
+
+def _refuse(config: Config, keys: tuple[str, ...], why: str, but: tuple[str, ...] = ()) -> None:
+    for key in sorted(config.said):
+        if _among(key, keys) and key not in but:
+            raise ConfigError(f"{key} is set, but {why}")
+
+
+def _among(key: str, keys: tuple[str, ...]) -> bool:
+    """Whether a key is one of `keys` or lies under one."""
+    return any(key == each or key.startswith(f"{each}.") for each in keys)

@@ -1,0 +1,1 @@
+"""Models: loading, and what transformers lacks."""

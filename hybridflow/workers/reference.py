@@ -1,0 +1,33 @@
+"""Reference: a frozen model that only scores tokens; the policy that a KL penalty holds the actor to."""
+
+from __future__ import annotations
+
+from ..batch import Batch
+from ..controller.protocols import DP
+from ..controller.worker import Worker, remote
+from .actor import forward_column
+from .engine_table import train_engine
+from .settings import Settings
+
+
+class Reference(Worker[Settings]):
+    """The actor's initial weights, or the model at reference.path. Not built when nothing asks for it."""
+
+    role = "reference"
+
+    @property
+    def off(self) -> bool:
+        return self.settings.algorithm.kl == "none"
+
+    def log_probs(self, batch: Batch, to: str = "ref_logprobs") -> Batch:
+        """One forward pass into the column `to`; no column where the reference is off."""
+        return type(batch)({}, batch.ids) if self.off else self.score_tokens(batch, to)
+
+    @remote(DP)
+    def score_tokens(self, batch: Batch, to: str) -> Batch:
+        """`log_probs` on the ranks."""
+        return forward_column(self._engine, batch, to)
+
+    def start(self) -> None:
+        if not self.off:
+            self._engine = train_engine(self.settings, path=self.settings.reference_path, trainable=False)

@@ -1,0 +1,17 @@
+"""Configuration of the rollout engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+
+@dataclass
+class TransformersConfig:
+    """rollout=transformers: a transformers model decoded in the actor's own process, over the trainer's own weights."""
+
+    engine: str = "transformers"
+    max_context_tokens: Optional[int] = None
+    """Prompt and response together; null = what the model was made for (its max_position_embeddings)."""
+    max_concurrent: int = 256
+    """Rollouts decoded at once; more wait for their turn. Their keys and values are what takes memory."""

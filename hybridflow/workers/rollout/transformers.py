@@ -1,0 +1,267 @@
+"""rollout=transformers: continuous batching over a transformers model in this process.
+
+    queue --admit--> live --a token a row and step--> done --> completed()
+          prefill once a group, copy          compact: rows that ended leave at once
+          to its samples' slots
+
+A prompt is prefilled without its last token, which is each sample's first token to decode: so all sampling happens in
+one place, and all logits come from the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from ...batch import Batch
+from ...columns import FinishReason
+from ...device import current_device
+from ...engines import ParameterShard, RolloutEngine, Sampling
+from ...errors import BatchError, ConfigError, EngineError, ModelError
+from ..models.config import ModelConfig
+from ..models.loading import empty_causal_lm, load_tokenizer, model_path
+from .config import TransformersConfig
+from .kv_cache import ATTENTION, SlotCache
+from .requests import Group, Rollout, Rules, StopRule, as_batch
+from .sampling import Drawn, draw, stream_key, uniforms
+from .weights import adopt
+
+PREFILL_TOKENS = 8192  # of one prefill forward, padding included
+
+Arrival = tuple[Group, list[Rollout]]
+
+
+class TransformersRollout(RolloutEngine):
+    """Samples with the trainer's own tensors, which `sync` adopts. Starts without weights and refuses to sample before.
+
+    A sync while rollouts are in flight lets them go on with the keys and values they have (as other engines do that keep
+    requests over an update); each token carries the version that sampled it. Weights must hold still during `completed`.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: TransformersConfig, *, seed: int, dtype: torch.dtype, path: str | None = None
+    ) -> None:
+        folder = model_path(path or model.path)
+        self.model = empty_causal_lm(folder, model, dtype).eval()
+        self.model.set_attn_implementation(ATTENTION)
+        self._tokenizer = load_tokenizer(model)
+        self._end_ids = _end_ids(folder, self.model.config, self._tokenizer)
+        self._context = _context_tokens(self.model.config, config)
+        self._max_concurrent, self._seed, self._dtype = config.max_concurrent, seed, dtype
+        self._device = current_device()
+        self._rules: dict[Sampling, Rules] = {}
+        self._ready = False
+        self._in_flight: Counter[int] = Counter()
+        self._queue: deque[Group] = deque()
+        self._live: list[Rollout] = []  # rollout i is in slot i of the cache
+        self._done: list[Rollout] = []
+        self._cache = SlotCache(self._max_concurrent, self._context)
+
+    # ---- the service
+    def submit(self, prompts: Batch, sampling: Sampling) -> None:
+        self._check_ready()
+        ids, group_ids = prompts.ragged("prompt_ids"), prompts.array("group_id").tolist()
+        self._check_prompts(ids.lengths.tolist(), group_ids)
+        rules = self._rules_of(sampling)
+        for prompt, group_id in zip(ids, group_ids, strict=True):
+            limit = min(sampling.max_new_tokens, self._context - len(prompt))
+            group = Group(group_id, prompt, rules, limit)
+            for sample in range(sampling.n):
+                key = stream_key(self._seed, group_id, sample)
+                group.waiting.append(Rollout(group, sample, key, int(prompt[-1]), len(prompt) - 1))
+            self._queue.append(group)
+            self._in_flight[group_id] = sampling.n
+
+    def completed(self) -> Iterator[Batch]:
+        while self.pending:
+            if not self._done:
+                self._check_ready()
+                self._step()
+            if self._done:
+                ended, self._done = self._done, []
+                self._in_flight -= Counter(rollout.group.group_id for rollout in ended)
+                yield as_batch(ended)
+
+    @torch.inference_mode()
+    def abort(self, group_ids: Iterable[int] | None = None) -> int:
+        chosen = set(self._in_flight if group_ids is None else map(int, group_ids))
+        queued = [group for group in self._queue if group.group_id in chosen]
+        ended = [rollout for group in queued for rollout in group.waiting]
+        ended += [rollout for rollout in self._live if rollout.group.group_id in chosen]
+        for rollout in ended:
+            rollout.reason = FinishReason.ABORT
+        self._queue = deque(group for group in self._queue if group.group_id not in chosen)
+        self._done += [rollout for group in queued for rollout in group.waiting]
+        self._retire()
+        return len(ended)
+
+    @property
+    def pending(self) -> int:
+        return self._in_flight.total()
+
+    def sync(self, shards: Iterable[ParameterShard], version: int) -> None:
+        self._ready = False
+        adopt(self.model, shards, self._dtype, self._device)
+        for group in self._queue:
+            group.prefix = None  # prefilled with the weights of before
+        self.version, self._ready = version, True
+
+    # ---- one step
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Fill free slots, then sample one token for every live rollout."""
+        self._admit()
+        rows = self._live
+        positions = np.array([rollout.position for rollout in rows])
+        drawn = self._draw(rows, positions, self._logits(rows, positions))
+        table = torch.stack([part.double() for part in drawn])  # token ids are exact in float64: one transfer for all
+        for slot, (token, logprob, sound) in enumerate(table.T.tolist()):
+            if sound:
+                rows[slot].add(int(token), logprob, self.version)
+            else:
+                rows[slot].reason = FinishReason.ERROR
+                self._cache.clear(slot)
+        self._retire()
+
+    def _logits(self, rows: Sequence[Rollout], positions: np.ndarray) -> torch.Tensor:
+        """Forward of each row's last token, [rows, vocabulary]."""
+        tokens = torch.tensor([[rollout.last] for rollout in rows], device=self._device)
+        at = torch.from_numpy(positions).to(self._device)
+        mask = self._cache.begin_step(at, int(positions.max()) + 1, self._dtype)
+        out = self.model(
+            input_ids=tokens, position_ids=at[:, None], attention_mask=mask, past_key_values=self._cache, use_cache=True
+        )
+        logits: torch.Tensor = out.logits[:, 0]
+        return logits
+
+    def _draw(self, rows: Sequence[Rollout], positions: np.ndarray, logits: torch.Tensor) -> Drawn:
+        keys = np.array([rollout.key for rollout in rows], np.uint64)
+        uniform = torch.from_numpy(uniforms(keys, positions.astype(np.uint64))).to(self._device)
+        kinds = list(dict.fromkeys(rollout.group.rules for rollout in rows))
+        if len(kinds) == 1:
+            return draw(logits, uniform, kinds[0].sampling, kinds[0].banned)
+        of_row = np.array([kinds.index(rollout.group.rules) for rollout in rows])
+        parts, order = [], []
+        for number, rules in enumerate(kinds):
+            index = torch.from_numpy(np.flatnonzero(of_row == number)).to(self._device)
+            parts.append(draw(logits[index], uniform[index], rules.sampling, rules.banned))
+            order.append(index)
+        back = torch.cat(order).argsort()
+        return Drawn(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+
+    def _retire(self) -> None:
+        """Ended rollouts leave; the last ones move into the slots that this frees, so that live ones stay in front."""
+        rows = self._live
+        kept = sum(rollout.reason is None for rollout in rows)
+        if kept == len(rows):
+            return
+        self._done += [rollout for rollout in rows if rollout.reason is not None]
+        target = [slot for slot in range(kept) if rows[slot].reason is not None]
+        source = [slot for slot in range(kept, len(rows)) if rows[slot].reason is None]
+        if source:
+            self._cache.move(source, target, max(rows[slot].position for slot in source))
+        for old, new in zip(source, target, strict=True):
+            rows[new] = rows[old]
+        del rows[kept:]
+        if not rows and not self._queue:
+            self._cache = SlotCache(self._max_concurrent, self._context)  # frees its memory
+
+    # ---- admission
+    def _admit(self) -> None:
+        """Move rollouts from the queue into free slots, as many as there are."""
+        for batch in _prefill_batches(self._arrivals()):
+            self._prefill([group for group, _ in batch if group.prefix is None])
+            for group, rollouts in batch:
+                self._cache.insert(len(self._live), len(rollouts), *group.prefix, len(group.prompt) - 1)
+                self._live += rollouts
+                if not group.waiting:
+                    group.prefix = None
+
+    def _arrivals(self) -> list[Arrival]:
+        """The next rollouts that get a slot, with their group; a group that does not fit goes on waiting in part."""
+        arrivals: list[Arrival] = []
+        free = self._max_concurrent - len(self._live)
+        while self._queue and free:
+            group = self._queue[0]
+            taken, group.waiting = group.waiting[:free], group.waiting[free:]
+            arrivals.append((group, taken))
+            free -= len(taken)
+            if not group.waiting:
+                self._queue.popleft()
+        return arrivals
+
+    def _prefill(self, groups: Sequence[Group]) -> None:
+        """One forward over the groups' prompts less their last tokens, padded on the right; sets `prefix`."""
+        length = max((len(group.prompt) - 1 for group in groups), default=0)
+        prompts = DynamicCache()
+        if length:
+            rows = [np.pad(group.prompt[:-1], (0, length + 1 - len(group.prompt)), "edge") for group in groups]
+            tokens = torch.from_numpy(np.stack(rows)).to(self._device)
+            self.model.get_decoder()(input_ids=tokens, past_key_values=prompts, use_cache=True)
+        for row, group in enumerate(groups):
+            group.prefix = (prompts, row)
+
+    # ---- checks and tables
+    def _check_ready(self) -> None:
+        if not self._ready:
+            raise EngineError("the rollout engine has no complete set of weights: sync it before it samples.")
+
+    def _check_prompts(self, lengths: list[int], group_ids: list[int]) -> None:
+        seen: set[int] = set()
+        for row, (length, group_id) in enumerate(zip(lengths, group_ids, strict=True)):
+            if not length:
+                raise BatchError(f"row {row} has an empty prompt; at least one token is needed to sample from.")
+            if length >= self._context:
+                raise BatchError(
+                    f"row {row} has a prompt of {length} tokens, which leaves no room for a response in a context of "
+                    f"{self._context} (rollout.max_context_tokens): shorten or drop it (data.max_prompt_tokens)."
+                )
+            if group_id in seen or group_id in self._in_flight:
+                raise BatchError(
+                    f"row {row}: group_id {group_id} is in flight already; ask for several samples with sampling.n, "
+                    "not with repeated rows."
+                )
+            seen.add(group_id)
+
+    def _rules_of(self, sampling: Sampling) -> Rules:
+        vocabulary = self.model.config.vocab_size
+        outside = [token for token in sampling.banned_tokens if not 0 <= token < vocabulary]
+        if outside:
+            raise ConfigError(f"sampling.banned_tokens: {outside} are no tokens of a vocabulary of {vocabulary}.")
+        if sampling not in self._rules:
+            stop = StopRule(self._tokenizer, self._end_ids, sampling.stop)
+            banned = torch.tensor(sampling.banned_tokens, dtype=torch.int64, device=self._device)
+            self._rules[sampling] = Rules(sampling, stop, banned)
+        return self._rules[sampling]
+
+
+def _prefill_batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
+    """Prompts of like length together, so that little of a prefill is padding; at most PREFILL_TOKENS, or one prompt."""
+    batch: list[Arrival] = []
+    for arrival in sorted(arrivals, key=lambda arrival: len(arrival[0].prompt)):
+        if batch and (len(batch) + 1) * len(arrival[0].prompt) > PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(arrival)
+    if batch:
+        yield batch
+
+
+def _context_tokens(model_config: Any, config: TransformersConfig) -> int:
+    """Most tokens of prompt and response together. Errors: ConfigError, ModelError where the model cannot hold them."""
+    most: int = model_config.max_position_embeddings
+    context = config.max_context_tokens or most
+    if context > most:
+        raise ConfigError(f"rollout.max_context_tokens={context}: the model was made for at most {most}.")
+    kinds = set(getattr(model_config, "layer_types", None) or ["full_attention"])
+    window = getattr(model_config, "sliding_window", None)
+    ...
+    return context
+
+
+def _end_ids(folder: str, tokenizer: Any) -> set[int]:
+    ...

@@ -1,0 +1,103 @@
+"""The language model as the training engine runs it: packed rows in, log-probs and entropies of sampled tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ...columns import offsets_of
+from ...device import is_accelerated
+from ...errors import ModelError
+from .attention import PACKED, Segments
+from .logprobs import token_logprobs
+from .packing import PackedRows
+
+CHUNK_BYTES = 2**25 if not is_accelerated() else 2**28
+"""Logits of one chunk of tokens: on a CPU as much as its caches bear, on an accelerator what keeps it busy."""
+AGREEMENT = 1e-3
+"""Largest difference of a log-prob (nats, float32) that packing may make."""
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """`PackedRows` on the device."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: Segments
+    read: Tensor
+    targets: Tensor
+    scored: Tensor
+    responses: int
+
+
+def to_device(rows: PackedRows, device: torch.device, attention: str) -> PackedTensors:
+    """The micro-batch's tensors, for sdpa or flash."""
+
+    def move(values: Any) -> Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
+    offsets = move(offsets_of(rows.lengths).astype(np.int32)) if attention == "flash" else None
+    return PackedTensors(
+        input_ids=move(rows.input_ids)[None],
+        position_ids=move(rows.position_ids)[None],
+        segments=Segments(rows.lengths, offsets),
+        read=move(rows.read),
+        targets=move(rows.targets),
+        scored=move(rows.scored),
+        responses=rows.responses,
+    )
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward gives log-probs of response tokens, so that no one sees its logits.
+
+    temperature and banned_tokens: those of the sampling distribution. Dropout is off in training, too: the policy that
+    learns must be the one that sampled.
+    """
+
+    def __init__(self, lm: Any, temperature: float, banned_tokens: Sequence[int], checkpointing: bool) -> None:
+        super().__init__()
+        self.lm = lm.eval()
+        self.temperature = temperature
+        banned = torch.tensor(sorted(banned_tokens), dtype=torch.int64) if banned_tokens else None
+        self.register_buffer("banned", banned, persistent=False)
+        self.banned: Tensor | None
+        lm.set_attn_implementation(PACKED)
+        if checkpointing:
+            for layer in self.layers():
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return [module for module in self.lm.modules() if type(module).__name__ in self.lm._no_split_modules]
+
+    def forward(self, rows: PackedTensors, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """float32 (log-probs [R], entropies [R] or None) of all response tokens; 0 for those that are not scored."""
+        hidden = self.lm.base_model(
+            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, segments=rows.segments
+        ).last_hidden_state[0]
+        logprobs, entropies = token_logprobs(
+            hidden[rows.read],
+            self.lm.get_output_embeddings().weight,
+            rows.targets,
+            temperature=self.temperature,
+            banned=self.banned,
+            entropy=entropy,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        return _spread(logprobs, rows), None if entropies is None else _spread(entropies, rows)
+
+
+def _spread(values: Tensor, rows: PackedTensors) -> Tensor:
+    """Values of scored tokens among zeros for the others."""
+    if len(values) == rows.responses:
+        return values
+    return values.new_zeros(rows.responses).index_copy(0, rows.scored, values)

@@ -1,0 +1,18 @@
+"""Fixtures shared by the tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.models import tiny_model_folder
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tiny random Qwen2 and a character tokenizer."""
+    return tiny_model_folder(tmp_path_factory.mktemp("models") / "tiny")

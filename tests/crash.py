@@ -1,0 +1,66 @@
+"""Starts a quick run and kills its process with SIGKILL inside a given call: python -m tests.crash MODEL FOLDER WHERE STEP.
+
+A file `died-in-WHERE` in the run's parent folder is written just before, as the proof of where the process was.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.trainer.checkpoint import Checkpoints
+from hybridflow.workers.rollout.transformers import TransformersRollout
+from tests.runs import quick, share_of_digits
+
+OVERRIDES = ("run.checkpoint_steps=2", "run.steps=6", "algorithm.minibatches=2", "validation.every_steps=0")
+
+
+def die(where: str, folder: Path) -> None:
+    """The process ends here, with nothing flushed and no handler run."""
+    (folder.parent / f"died-in-{where}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_call(number: int, original: Callable[..., Any], act: Callable[[], None], *, after: bool) -> Callable[..., Any]:
+    """`original`, but its n-th call runs `act` before it, or after it."""
+    calls = 0
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            act()
+        result = original(*args, **kwargs)
+        if calls == number and after:
+            act()
+        return result
+
+    return patched
+
+
+def main(model: str, folder: str, where: str, step: int) -> None:
+    """Patch one call, so that step number `step` (from 1) dies in it, then run."""
+    run_folder, reward = Path(folder), share_of_digits
+    act = lambda: die(where, run_folder)  # noqa: E731
+    if where == "generate":
+        TransformersRollout.submit = on_call(step, TransformersRollout.submit, act, after=True)  # type: ignore[method-assign]
+    elif where == "reward":
+        reward = on_call(16 * (step - 1) + 5, share_of_digits, act, after=False)
+        reward = lambda response, _score=reward: _score(response)  # noqa: E731
+    elif where == "backward":
+        torch.Tensor.backward = on_call(2 * step, torch.Tensor.backward, act, after=True)  # type: ignore[method-assign]
+    elif where == "optimizer":
+        torch.optim.AdamW.step = on_call(2 * step, torch.optim.AdamW.step, act, after=True)  # type: ignore[method-assign]
+    elif where == "rename":
+        Checkpoints._publish = on_call(step // 2, Checkpoints._publish, act, after=False)  # type: ignore[method-assign]
+    quick(Path(model), run_folder, *OVERRIDES, reward=reward)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
