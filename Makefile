@@ -52,7 +52,7 @@ format: test-env ## rewrite the code as the formatter and the linter want it
 	@$(test_env)/ruff check --fix --quiet $(CODE); $(test_env)/ruff format $(CODE)
 
 docs: test-env ## build the documentation into site/
-	@$(test_env)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(test_env)/mkdocs build --strict --quiet
 
 bench: core ## every benchmark, or one: make bench NAME=packing
 	@.venv/bin/python -m benchmarks.run $(NAME)

@@ -9,7 +9,7 @@ README = Path(__file__).with_name("README.md")
 setup(
     name="hybridflow",
     version="0.1.0",
-    description="Reinforcement-learning post-training of language models, written as dataflow by one controller program",
+    description="Reinforcement-learning post-training of language models, written as dataflow",
     long_description=README.read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

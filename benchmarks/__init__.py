@@ -1,1 +1,1 @@
-"""Benchmarks against peers and bounds. Each module's `main()` prints one JSON line: {"name", "value", "target", "ok", ...}."""
+"""Benchmarks against peers and bounds. Each module prints one JSON line: {"name", "value", "target", "ok", ...}."""

@@ -1,7 +1,7 @@
 """A model whose prompt says how long its completion gets, so that two frameworks sample exactly as many tokens.
 
-Token <k> is followed by <k-1>, <0> by the end token. Weights are random but for this: token embeddings outweigh what the
-layers add to them, and the output row of <k-1> points along the embedding of <k>. Every layer is computed as in any Qwen2.
+Token <k> is followed by <k-1>, <0> by the end token. Weights are random but for this: token embeddings outweigh what
+the layers add to them, and the output row of <k-1> points along the embedding of <k>. The layers are any Qwen2's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 LONGEST = 128
 PAD, END = "<pad>", "<end>"
-LEAST_LOGIT_GAP = 16.0  # between the next token and any other: wrong about once in a million tokens, yet no denormal gradients
+LEAST_LOGIT_GAP = (
+    16.0  # between the next token and any other: wrong about once in a million tokens, yet no denormal gradients
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def prompts(count: int, lengths: Lengths, seed: int) -> list[str]:
 def save_model(folder: Path, hidden: int, layers: int, seed: int) -> int:
     """Writes model and tokenizer as a Hugging Face folder; the number of parameters."""
     tokenizer = _tokenizer()
+    number = tokenizer.get_vocab()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -56,11 +59,11 @@ def save_model(folder: Path, hidden: int, layers: int, seed: int) -> int:
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=number[END],
+        pad_token_id=number[PAD],
     )
-    model = Qwen2ForCausalLM(config)
-    _count_down(model, [tokenizer.convert_tokens_to_ids(f"<{k}>") for k in range(LONGEST)])
+    model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    _count_down(model, number[END], [number[f"<{k}>"] for k in range(LONGEST)])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())
@@ -69,17 +72,17 @@ def save_model(folder: Path, hidden: int, layers: int, seed: int) -> int:
 def _tokenizer() -> Qwen2Tokenizer:
     """One token per letter and per count; no chat template, so that prompts are taken as they are."""
     vocabulary = {token: i for i, token in enumerate((PAD, END, *string.ascii_lowercase))}
-    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=None, pad_token=PAD, eos_token=END)
+    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=END)
     tokenizer.add_tokens([f"<{k}>" for k in range(LONGEST)])
     return tokenizer
 
 
 @torch.no_grad()
-def _count_down(model: Qwen2ForCausalLM, counts: list[int]) -> None:
+def _count_down(model: Qwen2ForCausalLM, end: int, counts: list[int]) -> None:
     embeddings = model.model.embed_tokens.weight
     embeddings.normal_()
     directions = torch.nn.functional.normalize(embeddings[counts], dim=1)
     likeness = (directions @ directions.T).fill_diagonal_(0).max()
     scale = LEAST_LOGIT_GAP / (model.config.hidden_size**0.5 * (1 - likeness))
     model.lm_head.weight.zero_()
-    model.lm_head.weight[[model.config.eos_token_id, *counts[:-1]]] = scale * directions
+    model.lm_head.weight[[end, *counts[:-1]]] = scale * directions

@@ -29,7 +29,6 @@ def overrides(task: dict[str, Any]) -> list[str]:
         "algorithm.old_policy=current",
         "reward.workers=0",
         "validation.every_steps=0",
-        "validation.before_training=false",
         f"run.steps={task['steps']}",
         f"run.seed={task['seed']}",
         f"run.dir={task['folder']}",

@@ -1,8 +1,8 @@
 """A whole GRPO step against TRL's GRPOTrainer: same weights, prompts, completion lengths, mini-batches and threads.
 
-Both sides run in processes of their own, alternately. A step's prompts are the same on both sides, and so is the number of
-sampled tokens (see countdown.py). value: the smallest ratio of median step times on mixed lengths. ok also asks that no
-fixed-length case is slower than TRL, that token counts agree, and that the controller costs little beside its role calls.
+Both sides run in processes of their own, alternately. A step's prompts are the same on both sides, and so is the number
+of sampled tokens (see countdown.py). value: the smallest ratio of median step times on mixed lengths. ok also asks that
+no fixed-length case is slower than TRL, that token counts agree, and that the controller costs little beside its calls.
 """
 
 from __future__ import annotations
@@ -114,7 +114,12 @@ def measure(case: Case) -> dict[str, Any]:
                 for key, values in run(side, task, folder).items():
                     series[side].setdefault(key, []).extend(values)
     lengths = "mixed" if case.lengths is MIXED else "fixed"
-    result = {"parameters": parameters, "lengths": lengths, "target": case.target, **_compare(series["hybridflow"], series["trl"])}
+    result = {
+        "parameters": parameters,
+        "lengths": lengths,
+        "target": case.target,
+        **_compare(series["hybridflow"], series["trl"]),
+    }
     result["ok"] = (
         result["ratio"] >= case.target
         and result["tokens_differ"] <= TOKENS_DIFFER_AT_MOST

@@ -123,7 +123,10 @@ class Batch:
 
     # ---- columns
     def __or__(self, other: Batch) -> Self:
-        """Same rows, more columns. A column on both sides is an error, but keep is and-ed, the first drop_reason stays."""
+        """Same rows, more columns.
+
+        A column on both sides is an error, except keep (and-ed) and drop_reason (the first stays).
+        """
         _check_same_rows(self, other)
         twice = (set(self._columns) & set(other._columns)) - {"keep", FIRST_STAYS}
         if twice:

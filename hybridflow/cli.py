@@ -139,6 +139,7 @@ def _overrides_of(driver: Callable[..., None]) -> tuple[str, ...]:
 
 
 def _doc(driver: Callable[..., None]) -> str:
-    """The driver's docstring, else its module's."""
+    """The driver's docstring, then its module's, which has examples."""
     module = inspect.getmodule(driver)
-    return inspect.getdoc(driver) or (inspect.getdoc(module) if module else None) or "(no description)"
+    parts = inspect.getdoc(driver), inspect.getdoc(module) if module else None
+    return "\n\n".join(part for part in parts if part) or "(no description)"

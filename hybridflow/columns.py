@@ -125,6 +125,9 @@ TABLE: dict[str, ColumnSpec] = {
 }
 
 
+DERIVED = ("lengths", "row_of_token", "rewards")  # what a function of columns may ask for beside columns
+
+
 def spec_of(name: str) -> ColumnSpec | None:
     """The table's entry for `name`; None for a user's own column."""
     return _DENSE_F32 if name.startswith("reward/") else TABLE.get(name)

@@ -1,4 +1,4 @@
-"""The only file that names an accelerator: what this process computes on, how its ranks talk, how much memory there is."""
+"""The only file that names an accelerator: what this process computes on, how its ranks talk, what memory it has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def collective_backend() -> str:
 def init_process_group_once() -> None:
     """The default process group: the one there is, else one of a single rank, which needs no rendezvous."""
     if not dist.is_initialized():
-        dist.init_process_group(collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(collective_backend(), store=HashStore(), rank=0, world_size=1)
 
 
 def memory() -> DeviceMemory:

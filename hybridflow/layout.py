@@ -19,7 +19,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions. Ranks are numbered with tp fastest, then cp, dp, pp (Megatron-LM's default order).
+    """Sizes of the parallel dimensions. Ranks are numbered with tp fastest, then cp, dp, pp, as Megatron-LM does.
 
     `ep` regroups ranks of dp x cp for expert parameters and does not multiply the number of ranks.
     """

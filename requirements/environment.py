@@ -2,9 +2,9 @@
 
     python3.11 requirements/environment.py NAME        # a file requirements/NAME.txt
 
-Environments live in $HYBRIDFLOW_ENVS (default: $XDG_CACHE_HOME/hybridflow or ~/.cache/hybridflow), each under a key made
-from its pins, the interpreter and the platform. So a second clone with the same pins installs nothing, and changed pins
-make a new environment beside the old one. An environment knows no clone: commands run with the clone on PYTHONPATH.
+Environments live in $HYBRIDFLOW_ENVS (default: $XDG_CACHE_HOME/hybridflow or ~/.cache/hybridflow), each under a key
+made from its pins, the interpreter and the platform. So a second clone with the same pins installs nothing, and changed
+pins make a new environment beside the old one. An environment knows no clone: the clone goes on PYTHONPATH.
 Needs the standard library only.
 """
 
@@ -70,11 +70,17 @@ def install(name: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     log = folder.with_suffix(".log")
-    command = [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-r",
+        str(HERE / f"{name}.txt"),
+    ]
     with log.open("w") as output:
-        code = subprocess.call(
-            [*command, "-r", HERE / f"{name}.txt"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+        code = subprocess.call(pip, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     if code:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-LINES_SHOWN_ON_FAILURE:])
         sys.exit(f"{last}\nenvironment {name}: pip failed; its whole output is in {log}")

@@ -30,7 +30,9 @@ def too_long(path: Path) -> Iterator[str]:
 
 def main() -> int:
     """Prints what is too long; 1 if anything is."""
-    found = [message for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) for message in too_long(path)]
+    found = [
+        message for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) for message in too_long(path)
+    ]
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0
 

@@ -196,6 +196,14 @@ def test_case_04_columns_of_several_values_a_token_are_masked_too() -> None:
     assert torch.isfinite(loss).all()
 
 
+def test_the_mask_a_loss_sees_is_that_of_the_tokens_that_count() -> None:
+    def masked(logprobs: Any, response_mask: Any) -> Any:
+        assert response_mask.tolist() == [True, False, True, False, False, True]
+        return -logprobs
+
+    objective(masked)(tensors(keep=torch.tensor([True, False, True])))
+
+
 def test_columns_of_one_value_a_row_reach_the_loss_as_they_are() -> None:
     def by_row(logprobs: Any, margin: Any, group_id: Any, row_of_token: Any) -> Any:
         assert margin.tolist() == [1.0, 2.0, 3.0]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.batch import Batch
-from hybridflow.columns import Ragged
+from hybridflow.columns import Ragged, objects
 from hybridflow.errors import BatchError, ConfigError, RewardError
 from hybridflow.workers.scoring import RewardConfig, Scorer
 
@@ -64,15 +64,14 @@ def test_the_reward_is_the_weighted_sum_of_what_applies(
         return {"reward": b}
 
     brought = [[math.nan if row[k] is None else row[k] for row in table] for k in (2, 3)]
-    columns = {"a": [r[0] for r in table], "b": [r[1] for r in table], "reward/c": brought[0], "reward/d": brought[1]}
-    columns["a"] = np.array([*columns["a"], None], object)[:-1]
-    columns["b"] = np.array([*columns["b"], None], object)[:-1]
-    out = score(Batch(columns), ("f", f, weights[0]), ("g", g, weights[1]), c=weights[2])
+    returned = {"a": objects(row[0] for row in table), "b": objects(row[1] for row in table)}
+    batch = Batch({**returned, "reward/c": brought[0], "reward/d": brought[1]})
+    out = score(batch, ("f", f, weights[0]), ("g", g, weights[1]), c=weights[2])
     for row, (a, b, c, d) in enumerate(table):
         parts = [(a, weights[0]), (b, weights[1]), (c, weights[2]), (d, 1.0)]
         applicable = [value * weight for value, weight in parts if value is not None]
         assert out["keep"][row] == bool(applicable)
-        assert out["reward"][row] == pytest.approx(math.fsum(applicable), rel=1e-6, abs=1e-3)
+        assert out["reward"][row] == pytest.approx(math.fsum(applicable), rel=1e-6, abs=1e-6)
 
 
 def test_the_result_holds_new_columns_of_the_same_rows() -> None:
@@ -294,7 +293,9 @@ def test_an_option_without_default_is_refused() -> None:
         score(rows(1), ("f", f, 1.0))
 
 
-@pytest.mark.parametrize("wrong", [{"workers": -1}, {"timeout_s": 0.0}, {"timeout_s": math.inf}, {"max_error_fraction": 1.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"workers": -1}, {"timeout_s": 0.0}, {"timeout_s": math.inf}, {"max_error_fraction": 1.1}]
+)
 def test_configuration_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"reward.{next(iter(wrong))}="):
         RewardConfig(**wrong)

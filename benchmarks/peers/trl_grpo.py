@@ -15,12 +15,12 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_USAGE_STATS": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 
-class StepTimes(TrainerCallback):  # type: ignore[misc]
+class StepTimes(TrainerCallback):
     """Seconds from a step's begin to its end: sampling, reward, loss, optimizer."""
 
     def __init__(self) -> None:

@@ -109,8 +109,8 @@ def three_d_all_micro_dp(pp: int, tp: int) -> Protocol:
 
     The p x t ranks of a training replica hold pt / (pp tp) generation replicas, one for each micro-data-parallel
     coordinate. Rows are split over the generation replicas of all training replicas; all ranks of one get the same
-    rows, and its first rank gives the result. As in section 5.3, the ranks of a generation replica lie at strides p / pp
-    and t / tp, so that each rank's generation shard contains its training shard.
+    rows, and its first rank gives the result. As in section 5.3, the ranks of a generation replica lie at strides
+    p / pp and t / tp, so that each rank's generation shard contains its training shard.
     """
 
     def distribute(layout: ParallelLayout, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:

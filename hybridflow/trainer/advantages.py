@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..algorithms.advantages.statistics import group_statistics
+from ..algorithms.advantages.statistics import group_statistics, only_singletons
 from ..algorithms.config import AlgorithmConfig
 from ..algorithms.kl import AdaptiveKL
 from ..algorithms.registry import resolve
 from ..algorithms.token_rewards import token_rewards
-from ..batch import Batch, Metrics
+from ..batch import Batch
 from ..errors import BatchError
 from .config import Plugin
 
@@ -29,7 +29,7 @@ class Advantages:
         asked = inspect.signature(self._estimator).parameters
         metrics = self._group_metrics(batch)
         if "group_id" in asked:
-            _check_groups(batch, metrics)
+            _check_groups(batch)
         full, extra = batch, None
         if self._algorithm.kl == "reward" or "token_rewards" in asked:
             extra, kl_metrics = self._token_rewards(batch)
@@ -59,17 +59,18 @@ class Advantages:
         return extra.drop("kl") | less, {"kl/coef": coef, "kl/sequence": mean}
 
     def _group_metrics(self, batch: Batch) -> dict[str, float]:
-        dense = batch.fetch("reward", "group_id", "keep")
-        return dict(group_statistics(dense.array("reward"), dense.array("group_id"), dense.array("keep")))
+        dense = batch.fetch("reward", "group_id", "keep", "rollout_id")
+        return dict(group_statistics(*(dense.array(name) for name in dense.names)))
 
 
 def _without_kl(reward: Any, response_mask: Any, row_of_token: Any) -> dict[str, Any]:
     return dict(token_rewards(reward, response_mask, row_of_token))
 
 
-def _check_groups(batch: Batch, metrics: Metrics) -> None:
+def _check_groups(batch: Batch) -> None:
     """A wrong group id makes every row a group of its own, which has no baseline: nothing would ever be learned."""
-    if len(batch) > 1 and metrics["groups/single"] == metrics["groups/count"] > 1:
+    dense = batch.fetch("group_id", "rollout_id")
+    if len(batch) > 1 and only_singletons(dense.array("group_id"), dense.array("rollout_id")):
         raise BatchError(
             f"all {len(batch)} rows are groups of one: no baseline, every advantage would be 0. Is group_id the prompt's? "
             "Sample several per prompt with sampling.n."

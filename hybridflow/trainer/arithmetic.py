@@ -1,8 +1,8 @@
 """Two-digit addition, the built-in task: `data=arithmetic`, and what `make demo` learns.
 
 A worked answer adds column by column with the carry: `4+7+0=11 2+1+1=4 #### 41` for 24+17. The supervised teacher is
-uncertain: it gives a random column sum in a share of cases, and goes on from there as if it were right. A policy trained
-on it knows the form and hedges on the sums, which is what reinforcement learning then mends.
+biased: in more than half of the columns it is one too high, and goes on from there as if it were right. A policy trained
+on it has the form, and the wrong habit, which reinforcement learning then breaks.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def problems(split: str = "train") -> Iterator[dict[str, Any]]:
 
 
 def demonstrations(count: int, noise: float, seed: int) -> list[dict[str, str]]:
-    """Rows prompt, response for the warm-up, of training problems only. noise: share of column sums that are random."""
+    """Rows prompt, response for the warm-up, of training problems only. noise: share of column sums that are one too high."""
     rng = random.Random(seed)
     train = [row["prompt"] for row in problems("train")]
     return [{"prompt": prompt, "response": worked(prompt, noise, rng)} for prompt in rng.choices(train, k=count)]
 
 
 def worked(prompt: str, noise: float, rng: random.Random) -> str:
-    """The worked answer of `a+b`, each column sum random with probability `noise`."""
+    """The worked answer of `a+b`, each column sum one too high with probability `noise`."""
     a, b = prompt.split("+")
     steps, digits, carry = [], [], 0
     for x, y in zip(reversed(a), reversed(b), strict=True):
-        total = rng.randrange(20) if rng.random() < noise else int(x) + int(y) + carry
+        total = int(x) + int(y) + carry + (rng.random() < noise)
         steps.append(f"{x}+{y}+{carry}={total}")
         digits.append(str(total % 10))
         carry = total // 10
-    head = "1" if carry else ""
+    head = str(carry) if carry else ""
     return f"{' '.join(steps)} #### {head}{''.join(reversed(digits))}"
 
 

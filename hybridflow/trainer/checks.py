@@ -13,6 +13,8 @@ from typing import Any
 
 from ..algorithms.registry import resolve
 from ..errors import ConfigError, did_you_mean
+from .data_config import DataConfig
+from .data_sources import FUNCTION, GYM
 from .tasks import check_task
 from .tree import Config, SamplingConfig, leaves, resolved
 
@@ -90,9 +92,15 @@ def _check_sampling(node: str, sampling: SamplingConfig) -> None:
 
 def _check_plugins(config: Config) -> None:
     """Every function that the configuration names is there."""
-    names = [spec.rpartition(":")[2] for spec in config.reward.functions]
-    for spec in config.reward.functions:
+    functions, weights = config.reward.functions, config.reward.weights
+    for spec in functions:
         resolve(spec, "reward")
+    if functions and weights and len(weights) != len(functions):
+        raise ConfigError(
+            f"reward.weights has {len(weights)} values, reward.functions has {len(functions)}: give one each, or none "
+            "for all 1."
+        )
+    names = [spec.rpartition(":")[2] for spec in functions]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
@@ -100,6 +108,17 @@ def _check_plugins(config: Config) -> None:
             )
     for spec in config.run.trackers:
         resolve(spec, "tracker")
+    _check_data_functions(config.data)
+
+
+def _check_data_functions(data: DataConfig) -> None:
+    for key, path in (("data.path", data.path), ("data.validation_path", data.validation_path)):
+        if path is not None and FUNCTION.fullmatch(path) and not path.startswith(GYM):
+            resolve(path, key)
+    if data.format is not None:
+        if ":" not in data.format:
+            raise ConfigError(f"data.format={data.format}: write package.module:name or path/to/file.py:name.")
+        resolve(data.format, "data.format")
 
 
 def _check_training_samples(config: Config) -> None:

@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "reinforce": {"advantage": {"name": "reinforce"}, "loss": {"name": "reinforce"}},
-    "sft": {"loss": {"name": "sft"}, "data": {"kind": "examples"}},
+    "sft": {"loss": {"name": "sft"}, "data": {"kind": "examples"}, "validation": {"metric": "loss"}},
 }
 """Options of `algorithm`, over the whole tree. An advantage or loss is named, with any options beside the name."""
 

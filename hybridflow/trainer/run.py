@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..algorithms.config import AlgorithmConfig
-from ..algorithms.registry import Loss, resolve
+from ..algorithms.registry import Loss, name_of, resolve
 from ..batch import Batch, Metrics
 from ..controller.runtime.inline import InlineGroup
 from ..controller.trace import Trace
@@ -234,10 +234,13 @@ class Run:
         return self.algorithm.epochs * self.algorithm.minibatches
 
     def _reward_functions(self) -> tuple[tuple[str, Callable[..., Any], float], ...]:
-        specs = [*self.config.reward.functions, *self._rewards]
+        config = self.config.reward
+        specs = [*config.functions, *self._rewards]
+        weights = config.weights or [1.0] * len(specs)
+        if len(weights) != len(specs):
+            raise ConfigError(f"reward.weights has {len(weights)} values, but there are {len(specs)} reward functions.")
         functions = [resolve(spec, "reward") for spec in specs]
-        weights = self.config.reward.weights or [1.0] * len(functions)
-        names = [spec if isinstance(spec, str) and ":" not in spec else fn.__name__ for spec, fn in zip(specs, functions, strict=True)]
+        names = [spec if isinstance(spec, str) and ":" not in spec else name_of(fn) for spec, fn in zip(specs, functions, strict=True)]
         return tuple(zip(names, functions, weights, strict=True))
 
     @property

@@ -8,8 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-
-PREFIX = "reasoning_gym:"
+from .data_sources import GYM
 
 
 def check_task(path: str, task: Mapping[str, Any]) -> None:
@@ -17,14 +16,14 @@ def check_task(path: str, task: Mapping[str, Any]) -> None:
 
     Errors: ConfigError naming the key, the task's keys, or what the task itself says against a value.
     """
-    if not path.startswith(PREFIX):
+    if not path.startswith(GYM):
         for key in task:
             raise ConfigError(
                 f"data.task.{key} is set, but data.path={path} reads it nowhere: data.task.* is for "
-                f"data.path={PREFIX}TASK."
+                f"data.path={GYM}TASK."
             )
         return
-    name = path.removeprefix(PREFIX)
+    name = path.removeprefix(GYM)
     config_class = _configurations(path).get(name)
     if config_class is None:
         raise ConfigError(f"data.path={path}: no such task.{did_you_mean(name, _configurations(path))}")

@@ -87,7 +87,10 @@ READ_BY_TRAINING = (
     "run.checkpoints_kept",
     "run.export",
 )
-READ_BY_VALIDATION = ("validation.before_training", "validation.sampling", "validation.pass_at", "validation.metric")
+READ_BETWEEN_STEPS = (
+    "validation.before_training",
+    "validation.metric",
+)  # the rest a driver's own run.validate reads too
 
 
 def unread(config: Config) -> None:
@@ -116,7 +119,7 @@ def unread_by_roles(
     if not trains:
         _refuse(config, READ_BY_TRAINING, f"{recipe} does not train.")
     elif config.validation.every_steps == 0:
-        _refuse(config, READ_BY_VALIDATION, "validation.every_steps=0 validates never: set it above 0.")
+        _refuse(config, READ_BETWEEN_STEPS, "validation.every_steps=0 validates never: set it above 0.")
     if "reward" in declared and not (config.reward.functions if has_reward is None else has_reward):
         raise ConfigError(
             f"{recipe} needs a reward: say reward.functions=[exact], math or last_integer (a response against the "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,7 @@ from .engine_table import rollout_engine, train_engine
 from .models.loading import load_tokenizer
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-LossLike = str | Loss | "Callable[..., Any]"
+LossLike = str | Loss | Callable[..., Any]
 SUMMED = ("tokens", "microbatches", "skipped")
 
 

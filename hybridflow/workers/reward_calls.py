@@ -173,7 +173,7 @@ def timeout_reason(timeout_s: float | None) -> str:
 def reward_of(returned: Any) -> tuple[float, dict[str, float]]:
     """The reward (NaN: not applicable) and the further numbers in what a function returned.
 
-    Errors: NotARewardError, which says what was returned, for anything but a finite number, None, or a dict with `reward`.
+    Errors: NotARewardError, which says what was returned, unless that is a finite number, None or a dict with `reward`.
     """
     if isinstance(returned, dict):
         if "reward" not in returned:

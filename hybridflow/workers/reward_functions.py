@@ -48,24 +48,39 @@ def _spelled(number: str) -> str:
     return ("-" if number[0] in "-\u2212" else "") + digits if digits else "0"
 
 
-@register("reward")
-def math(response: str, answer: str) -> float:
+class Math:
     r"""1.0 if the mathematical expression the response ends on equals the answer, by math-verify.
 
     The answer is LaTeX or plain, with or without `$...$` or `\boxed{...}` around it. A response without an expression
     gets 0.0. Errors: ValueError if the answer holds no expression, since then every response would count as wrong.
     """
-    parse, verify = _math_verify()
-    answer = str(answer)
-    wanted = parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$", parsing_timeout=None)
-    if not wanted:
-        raise ValueError(f"the answer {answer!r} holds no mathematical expression")
-    return float(verify(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+    __name__ = "math"
+
+    def __call__(self, response: str, answer: str) -> float:
+        parse, verify = _math_verify()
+        answer = str(answer)
+        wanted = parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$", parsing_timeout=None)
+        if not wanted:
+            raise ValueError(f"the answer {answer!r} holds no mathematical expression")
+        return float(verify(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _math_loaded, ()
+
+
+math = register("reward")(Math())
+
+
+def _math_loaded() -> Math:
+    """What unpickling calls: a worker imports math-verify, which can take seconds, before its calls are timed."""
+    _math_verify()
+    return math
 
 
 @functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """math-verify's two functions, imported on first use: sympy takes half a second.
+    """math-verify's two functions, imported when first needed: a driver never needs it.
 
     Its own time-outs stay off. They set the process's alarm, which is ours while a reward is called, and fail outside
     the main thread; math-verify's warning about that is silenced.

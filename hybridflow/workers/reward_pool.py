@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -40,8 +40,8 @@ class Calls(Protocol):
 
     retries: int
 
-    def run(self, chunks: Iterable[Chunk]) -> Iterator[Outcome]:
-        """One outcome for every call of the chunks, in the order they end."""
+    def run(self, chunks: Iterable[Chunk]) -> Generator[Outcome, None, None]:
+        """One outcome for every call of the chunks, in the order they end; closing it abandons what is not done."""
         ...
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class InDriver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._caller = Caller(functions, None, lambda work: self._thread.submit(self._runner.run, work).result())
 
-    def run(self, chunks: Iterable[Chunk]) -> Iterator[Outcome]:
+    def run(self, chunks: Iterable[Chunk]) -> Generator[Outcome, None, None]:
         """See Calls."""
         for chunk in chunks:
             outcomes: list[Outcome] = []
@@ -69,7 +69,6 @@ class InDriver:
     def close(self) -> None:
         """Close the event loop."""
         self._thread.submit(self._runner.close).result()
-        self._thread.shutdown()
 
 
 class _Worker:
@@ -99,12 +98,16 @@ class _Worker:
     def busy(self) -> bool:
         return not self.loaded or bool(self.pending)
 
+    @property
+    def overdue(self) -> bool:
+        return self.busy and self.deadline < time.monotonic() and not self.connection.poll()
+
     def give(self, chunk: Chunk, call_limit_s: float) -> None:
         message = pickle.dumps((chunk.function, [row for row, _ in chunk.calls], _packed(chunk.calls)))
         self.function, self.pending = chunk.function, dict(chunk.calls)
-        self.deadline = time.monotonic() + call_limit_s
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
+        self.deadline = time.monotonic() + call_limit_s
 
     def end(self) -> str:
         """Kill the process and all it started; says how it ended."""
@@ -113,7 +116,7 @@ class _Worker:
         code = self._process.wait()
         self.connection.close()
         self._lifeline.close()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 class WorkerPool:
@@ -137,8 +140,8 @@ class WorkerPool:
         self._selector = selectors.DefaultSelector()
         self._start_missing()
 
-    def run(self, chunks: Iterable[Chunk]) -> Iterator[Outcome]:
-        """See Calls. Workers that are still busy when the caller stops early are ended."""
+    def run(self, chunks: Iterable[Chunk]) -> Generator[Outcome, None, None]:
+        """See Calls. Workers whose calls are abandoned are ended."""
         queue = deque(chunks)
         try:
             while queue or any(worker.pending for worker in self._workers):
@@ -146,7 +149,7 @@ class WorkerPool:
                 self._hand_out(queue)
                 for key, _ in self._selector.select(self._seconds_left()):
                     yield from self._receive(key.data, queue)
-                for worker in [w for w in self._workers if w.busy and w.deadline < time.monotonic()]:
+                for worker in [w for w in self._workers if w.overdue]:
                     yield from self._give_up(worker, queue)
             self._start_missing()
         finally:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,15 +91,15 @@ class Scorer:
         started = time.perf_counter()
         self._check_columns(batch)
         tally = _Tally(batch, [fn.name for fn in self._functions], self._weights)
-        with self._turn:
-            retries = self._calls.retries
-            for outcome in self._calls.run(self._chunks(batch, tally.live)):
+        with self._turn, closing(self._calls.run(self._chunks(batch, tally.live))) as outcomes:
+            before = self._calls.retries
+            for outcome in outcomes:
                 tally.add(outcome)
-            tally.close()
-            self._check_errors(tally)
-            counted = {"reward/retries": float(self._calls.retries - retries)}
-        seconds = {"reward/seconds": time.perf_counter() - started}
-        return Batch(tally.columns(), batch.ids, {**tally.metrics(), **counted, **seconds})
+            retries = self._calls.retries - before
+        tally.close()
+        self._check_errors(tally)
+        own = {"reward/retries": float(retries), "reward/seconds": time.perf_counter() - started}
+        return Batch(tally.columns(), batch.ids, {**tally.metrics(), **own})
 
     def close(self) -> None:
         """End all worker processes."""
@@ -178,7 +179,7 @@ class _Tally:
         for name, values in self._components.items():
             there = ~np.isnan(values)
             applicable |= there
-            self._total += self._weights.get(name, 1.0) * np.where(there, values, 0.0)
+            self._total += self._weights.get(name, 1.0) * np.where(there, values.astype(np.float64), 0.0)
         with np.errstate(over="ignore"):
             finite = np.isfinite(self._total.astype(np.float32))
         for row in np.flatnonzero(self.live & ~(applicable & finite)).tolist():

@@ -14,7 +14,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_model(folder: Path, seed: int, *, characters: str = CHARACTERS, hidden: int = 128, layers: int = 2) -> Path:
+def save_tiny_model(
+    folder: Path, seed: int, *, characters: str = CHARACTERS, hidden: int = 128, layers: int = 2
+) -> Path:
     """Write a randomly initialised model and its tokenizer as a Hugging Face folder; returns the folder.
 
     With the defaults and a short alphabet it has about 0.5 M parameters.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 
 @dataclass
@@ -11,7 +10,7 @@ class TransformersConfig:
     """rollout=transformers: a transformers model decoded in the actor's own process, over the trainer's own weights."""
 
     engine: str = "transformers"
-    max_context_tokens: Optional[int] = None
+    max_context_tokens: int | None = None
     """Prompt and response together; null = what the model was made for (its max_position_embeddings)."""
     max_concurrent: int = 256
     """Rollouts decoded at once; more wait for their turn. Their keys and values are what takes memory."""

@@ -1,7 +1,7 @@
 """Keys and values of the rows being decoded, and the attention that reads them.
 
-Row i of a decode step is slot i, and rows in use are always slots 0 to rows - 1, so that what attention reads is a plain
-view of the cache. Each row has its own length; what lies behind it is masked, and is always finite.
+Row i of a decode step is slot i, and rows in use are always slots 0 to rows - 1, so that what attention reads is a
+plain view of the cache. Each row has its own length; what lies behind it is masked, and is always finite.
 """
 
 from __future__ import annotations

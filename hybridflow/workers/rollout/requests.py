@@ -38,7 +38,7 @@ class StopRule:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """One Sampling, as the decode loop needs it: with its stop rule, and banned ids as an int64 tensor on the device."""
+    """One Sampling, as the decode loop needs it: with its stop rule, and banned ids as an int64 tensor."""
 
     sampling: Sampling
     stop: StopRule
@@ -75,14 +75,15 @@ class Rollout:
 @dataclass(eq=False, slots=True)
 class Group:
     """The samples of one prompt. `limit`: most tokens of a response; `waiting`: samples not yet being decoded;
-    `prefix`: the prefilled prompt (a cache, and its row there), while samples that need it wait."""
+    `prefill`, `prefill_row`: the cache that holds the prompt, and where, until all samples are being decoded."""
 
     group_id: int
     prompt: NDArray[np.int64]
     rules: Rules
     limit: int
     waiting: list[Rollout] = field(default_factory=list)
-    prefix: tuple[Any, int] | None = None
+    prefill: Any = None
+    prefill_row: int = 0
 
 
 def as_batch(rollouts: Sequence[Rollout]) -> Batch:

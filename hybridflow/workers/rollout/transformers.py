@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache, GenerationConfig
 
 from ...batch import Batch
@@ -38,8 +40,8 @@ Arrival = tuple[Group, list[Rollout]]
 class TransformersRollout(RolloutEngine):
     """Samples with the trainer's own tensors, which `sync` adopts. Starts without weights and refuses to sample before.
 
-    A sync while rollouts are in flight lets them go on with the keys and values they have (as other engines do that keep
-    requests over an update); each token carries the version that sampled it. Weights must hold still during `completed`.
+    A sync while rollouts are in flight lets them go on with the keys and values they have; each token carries the
+    version that sampled it. The weights must hold still while `completed` runs.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class TransformersRollout(RolloutEngine):
         self._ready = False
         adopt(self.model, shards, self._dtype, self._device)
         for group in self._queue:
-            group.prefix = None  # prefilled with the weights of before
+            group.prefill = None  # made with the weights of before
         self.version, self._ready = version, True
 
     # ---- one step
@@ -127,7 +129,7 @@ class TransformersRollout(RolloutEngine):
                 self._cache.clear(slot)
         self._retire()
 
-    def _logits(self, rows: Sequence[Rollout], positions: np.ndarray) -> torch.Tensor:
+    def _logits(self, rows: Sequence[Rollout], positions: NDArray[np.int64]) -> torch.Tensor:
         """Forward of each row's last token, [rows, vocabulary]."""
         tokens = torch.tensor([[rollout.last] for rollout in rows], device=self._device)
         at = torch.from_numpy(positions).to(self._device)
@@ -138,7 +140,7 @@ class TransformersRollout(RolloutEngine):
         logits: torch.Tensor = out.logits[:, 0]
         return logits
 
-    def _draw(self, rows: Sequence[Rollout], positions: np.ndarray, logits: torch.Tensor) -> Drawn:
+    def _draw(self, rows: Sequence[Rollout], positions: NDArray[np.int64], logits: torch.Tensor) -> Drawn:
         keys = np.array([rollout.key for rollout in rows], np.uint64)
         uniform = torch.from_numpy(uniforms(keys, positions.astype(np.uint64))).to(self._device)
         kinds = list(dict.fromkeys(rollout.group.rules for rollout in rows))
@@ -174,12 +176,13 @@ class TransformersRollout(RolloutEngine):
     def _admit(self) -> None:
         """Move rollouts from the queue into free slots, as many as there are."""
         for batch in _prefill_batches(self._arrivals()):
-            self._prefill([group for group, _ in batch if group.prefix is None])
+            self._prefill([group for group, _ in batch if group.prefill is None])
             for group, rollouts in batch:
-                self._cache.insert(len(self._live), len(rollouts), *group.prefix, len(group.prompt) - 1)
+                at, length = len(self._live), len(group.prompt) - 1
+                self._cache.insert(at, len(rollouts), group.prefill, group.prefill_row, length)
                 self._live += rollouts
                 if not group.waiting:
-                    group.prefix = None
+                    group.prefill = None
 
     def _arrivals(self) -> list[Arrival]:
         """The next rollouts that get a slot, with their group; a group that does not fit goes on waiting in part."""
@@ -195,7 +198,7 @@ class TransformersRollout(RolloutEngine):
         return arrivals
 
     def _prefill(self, groups: Sequence[Group]) -> None:
-        """One forward over the groups' prompts less their last tokens, padded on the right; sets `prefix`."""
+        """One forward over the groups' prompts less their last tokens, padded on the right; sets their `prefill`."""
         length = max((len(group.prompt) - 1 for group in groups), default=0)
         prompts = DynamicCache()
         if length:
@@ -203,7 +206,7 @@ class TransformersRollout(RolloutEngine):
             tokens = torch.from_numpy(np.stack(rows)).to(self._device)
             self.model.get_decoder()(input_ids=tokens, past_key_values=prompts, use_cache=True)
         for row, group in enumerate(groups):
-            group.prefix = (prompts, row)
+            group.prefill, group.prefill_row = prompts, row
 
     # ---- checks and tables
     def _check_ready(self) -> None:
@@ -240,7 +243,7 @@ class TransformersRollout(RolloutEngine):
 
 
 def _prefill_batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
-    """Prompts of like length together, so that little of a prefill is padding; at most PREFILL_TOKENS, or one prompt."""
+    """Prompts of like length together, so that little of a prefill is padding; PREFILL_TOKENS at most."""
     batch: list[Arrival] = []
     for arrival in sorted(arrivals, key=lambda arrival: len(arrival[0].prompt)):
         if batch and (len(batch) + 1) * len(arrival[0].prompt) > PREFILL_TOKENS:
@@ -257,11 +260,25 @@ def _context_tokens(model_config: Any, config: TransformersConfig) -> int:
     context = config.max_context_tokens or most
     if context > most:
         raise ConfigError(f"rollout.max_context_tokens={context}: the model was made for at most {most}.")
-    kinds = set(getattr(model_config, "layer_types", None) or ["full_attention"])
-    window = getattr(model_config, "sliding_window", None)
-    ...
+    other = set(getattr(model_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ModelError(
+            f"rollout=transformers has no cache for layers of {', '.join(sorted(other))}: choose another engine."
+        )
+    window: int | None = getattr(model_config, "sliding_window", None)
+    if window and context > window:
+        raise ModelError(
+            f"rollout=transformers attends to the whole context, but this model has a sliding window of {window}: "
+            f"set rollout.max_context_tokens={window} or less, or choose another engine."
+        )
     return context
 
 
-def _end_ids(folder: str, tokenizer: Any) -> set[int]:
-    ...
+def _end_ids(path: str, model_config: Any, tokenizer: Any) -> set[int]:
+    """Ids that end a response: those of the generation configuration (none: the model's) and of the tokenizer."""
+    try:
+        named = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        named = model_config.eos_token_id
+    ids = named if isinstance(named, list) else [named]
+    return {token for token in (*ids, tokenizer.eos_token_id) if token is not None}

@@ -18,8 +18,8 @@ def adopt(model: Any, shards: Iterable[ParameterShard], dtype: torch.dtype, devi
     (nothing is copied, and later in-place updates are seen), a converted copy otherwise. Parameters tied to another
     one follow it and do not come themselves.
 
-    Errors: EngineError for a parameter that is missing, unknown, misshapen, only part of one, or that shares memory with
-    another; some parameters may have been replaced by then.
+    Errors: EngineError for a parameter that is missing, unknown, misshapen, only part of one, or in the memory
+    of another; some parameters may have been replaced by then.
     """
     tied = set(model.all_tied_weights_keys)
     missing = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
@@ -47,7 +47,9 @@ def _check(shard: ParameterShard, missing: dict[str, torch.Size], known: list[st
         fault = "came twice" if name in known else f"is unknown to the model.{did_you_mean(name, known)}"
         raise EngineError(f"sync: parameter '{name}' {fault}".rstrip(".") + ".")
     if tuple(shard.shape) != tuple(missing[name]):
-        raise EngineError(f"sync: parameter '{name}' has shape {tuple(shard.shape)}; the model has {tuple(missing[name])}.")
+        raise EngineError(
+            f"sync: parameter '{name}' has shape {tuple(shard.shape)}; the model has {tuple(missing[name])}."
+        )
     if shard.tensor.shape != missing[name]:
         part = f"{tuple(shard.tensor.shape)} of {tuple(shard.shape)}"
         raise EngineError(f"sync: parameter '{name}' came in part, {part}; gather the shards of all ranks first.")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from ...device import is_accelerated
@@ -55,25 +56,26 @@ def packed_attention(
             raise ModelError(f"{type(module).__name__} uses {name}, which packed attention does not do.")
     if segments.offsets is None:
         return _each_segment(query, key, value, segments.lengths, scaling), None
-    return _flash(query, key, value, segments, scaling), None
+    return _flash(query, key, value, segments.offsets, max(segments.lengths), scaling), None
 
 
 def _each_segment(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    parts = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-    outputs = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=grouped) for qkv in parts]
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in zip(*(torch.split(x, lengths, 2) for x in (query, key, value)), strict=True)
+    ]
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+def _flash(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float | None) -> Tensor:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    offsets, longest = segments.offsets, max(segments.lengths)
-    out: Tensor = varlen_attn(
-        q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+    causal = (-1, 0)
+    out: Any = varlen_attn(
+        q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=causal, enable_gqa=True
     )
-    return out[None]
+    output: Tensor = out[None]
+    return output
 
 
 AttentionInterface.register(PACKED, packed_attention)

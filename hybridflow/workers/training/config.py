@@ -26,7 +26,7 @@ class OptimizerConfig:
     grad_clip: float = 1.0
     """Largest gradient norm (over all parameters); 0 = no clipping."""
     precision: str = "auto"
-    """auto | fp32 | bf16: dtype of the matrix products; auto = bf16 on an accelerator, fp32 on a CPU. Masters are fp32."""
+    """auto | fp32 | bf16: dtype of matrix products; auto = bf16 on an accelerator, fp32 on a CPU. Masters are fp32."""
     tokens_per_microbatch: int = 16384
     """Tokens that one rank runs at once; a longer row is a micro-batch of its own."""
     activation_checkpointing: bool = True

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 * 2**20
-"""Size of one chunk's float32 logits: large enough for the matrix products, small enough for a cache or a GPU's spare."""
+"""Size of one chunk's float32 logits."""
+CHUNK_TOKENS = 128
+"""Tokens of a chunk at least, whatever the vocabulary: below that the matrix products wait for memory."""
 
 
 def token_logprobs(
@@ -32,8 +34,9 @@ def token_logprobs(
     hidden [S, hidden size]; weight [vocabulary, hidden size], both of the compute dtype; targets [S] int64; banned [k]
     int64. Statistics are float32 in any case. A banned target has log-prob -inf.
     """
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    logprobs, entropies = _ChunkedHead.apply(hidden, weight, targets, 1.0 / temperature, banned, entropy, rows)
+    rows = max(CHUNK_TOKENS, chunk_bytes // (4 * weight.shape[0]))
+    chunked_head: Any = _ChunkedHead.apply  # torch has no type for it
+    logprobs, entropies = chunked_head(hidden, weight, targets, 1.0 / temperature, banned, entropy, rows)
     return logprobs, entropies if entropy else None
 
 

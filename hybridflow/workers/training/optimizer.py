@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -39,20 +39,81 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
             names[name].requires_grad_(False)
 
 
-def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with its moments already there, so that it can be saved and loaded at any step. Vectors (norms, biases) have
-    no weight decay."""
-    trained = [p for p in parameters if p.requires_grad]
-    if not trained:
-        raise ConfigError("model.freeze leaves no parameter to train.")
+class Optimization:
+    """AdamW over what a model trains, its schedule, and the number of steps taken.
+
+    The moments exist from the start, so that they can be saved and loaded at any step. Vectors (norms, biases) have no
+    weight decay. Errors: ConfigError for a schedule that is not one, or if nothing is trained.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None) -> None:
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        if not self._trained:
+            raise ConfigError("model.freeze leaves no parameter to train.")
+        self._clip = config.grad_clip
+        self._optimizer = _adamw(self._trained, config)
+        self._schedule = _schedule(self._optimizer, config, total_steps)
+        self.steps = 0
+
+    def gradient_norm(self) -> float:
+        """2-norm over the gradients of all ranks; NaN or infinite if one of them is."""
+        norms = torch._foreach_norm(self._gradients())
+        squares = torch.stack(norms).square().sum()
+        dist.all_reduce(squares)
+        return squares.sqrt().item()
+
+    def step(self, norm: float) -> float:
+        """One step with gradients of this norm, clipped to training.grad_clip. Returns its learning rate."""
+        if self._clip and norm > self._clip:
+            torch._foreach_mul_(self._gradients(), self._clip / norm)
+        lr: float = self._optimizer.param_groups[0]["lr"]
+        self._optimizer.step()
+        self._schedule.step()
+        self.steps += 1
+        return lr
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._optimizer.zero_grad()
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """All that is saved as tensors, live: parameters, and the moments of those that are trained."""
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is saved beside them."""
+        return {"steps": self.steps, "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self.steps = state["steps"]
+        self._schedule.load_state_dict(state["schedule"])
+        for group, lr in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(p.grad) for p in self._trained if p.grad is not None]
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a parameter or gradient; it shares memory with it."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
+
+
+def _adamw(trained: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     beta1, beta2 = config.adam_betas
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), fused=True)
     for p in trained:
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),
@@ -62,43 +123,16 @@ def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> to
     return optimizer
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int | None) -> LRScheduler:
-    """The transformers scheduler `config.lr_schedule`. Errors: ConfigError for a name or a length it can't take."""
+def _schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int | None) -> LRScheduler:
+    """The transformers scheduler `config.lr_schedule`."""
     name = config.lr_schedule
     if name not in SCHEDULES:
-        raise ConfigError(
-            f"training.lr_schedule={name}: it is one of {', '.join(SCHEDULES)}.{did_you_mean(name, SCHEDULES)}"
-        )
+        known = ", ".join(SCHEDULES)
+        raise ConfigError(f"training.lr_schedule={name}: it is one of {known}.{did_you_mean(name, SCHEDULES)}")
     if name == "constant" and config.warmup_steps:
         name = "constant_with_warmup"
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, config.warmup_steps, total_steps)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"training.lr_schedule={name} with run.steps={total_steps}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"training.lr_schedule={name} over {total_steps} steps: {error}") from error
     return schedule
-
-
-def local(tensor: Any) -> Tensor:
-    """This rank's part of a parameter or gradient; it shares memory with it."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
-
-
-def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of all gradients there are."""
-    return [local(p.grad) for p in parameters if p.grad is not None]
-
-
-def gradient_norm(grads: list[Tensor], device: torch.device) -> float:
-    """2-norm over the gradients of all ranks; NaN or infinite if one of them is."""
-    squares = torch.zeros((), device=device)
-    if grads:
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
-    dist.all_reduce(squares)
-    return squares.sqrt().item()
-
-
-def clip(grads: list[Tensor], norm: float, limit: float) -> None:
-    """Scales the gradients so that their norm is at most `limit`; 0: no limit."""
-    if limit and norm > limit:
-        torch._foreach_mul_(grads, limit / norm)

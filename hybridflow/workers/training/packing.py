@@ -32,7 +32,7 @@ def micro_batches(lengths: Ints, budget: int, unit: NDArray[Any] | None = None) 
 
 
 def _bins(sizes: Ints, budget: int) -> Ints:
-    """Bin of each item: those over the budget alone, the others longest first into the emptiest of as few bins as go."""
+    """Bin of each item: alone if over the budget; else longest first, into the emptiest of as few bins as go."""
     order = np.argsort(-sizes, kind="stable").tolist()
     alone = [item for item in order if sizes[item] > budget]
     others = order[len(alone) :]

@@ -11,18 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
+from ...batch import Batch
 from ...columns import offsets_of
 from ...device import is_accelerated
 from ...errors import ModelError
 from .attention import PACKED, Segments
 from .logprobs import token_logprobs
-from .packing import PackedRows
+from .packing import PackedRows, pack
 
 CHUNK_BYTES = 2**25 if not is_accelerated() else 2**28
 """Logits of one chunk of tokens: on a CPU as much as its caches bear, on an accelerator what keeps it busy."""
-AGREEMENT = 1e-3
-"""Largest difference of a log-prob (nats, float32) that packing may make."""
+PROBE = Batch({"prompt_ids": [[1, 2, 3], [4]], "response_ids": [[4, 5], [3, 2]]})
+"""Two rows on which the packed forward must agree with the model's own."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +76,24 @@ class PolicyModel(nn.Module):
         lm.set_attn_implementation(PACKED)
         if checkpointing:
             for layer in self.layers():
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
         return [module for module in self.lm.modules() if type(module).__name__ in self.lm._no_split_modules]
 
+    def hidden(self, rows: PackedTensors) -> Tensor:
+        """Last hidden states [T, hidden size]."""
+        output = self.lm.base_model(
+            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, segments=rows.segments
+        )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
     def forward(self, rows: PackedTensors, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """float32 (log-probs [R], entropies [R] or None) of all response tokens; 0 for those that are not scored."""
-        hidden = self.lm.base_model(
-            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, segments=rows.segments
-        ).last_hidden_state[0]
         logprobs, entropies = token_logprobs(
-            hidden[rows.read],
+            self.hidden(rows)[rows.read],
             self.lm.get_output_embeddings().weight,
             rows.targets,
             temperature=self.temperature,
@@ -94,6 +102,43 @@ class PolicyModel(nn.Module):
             chunk_bytes=CHUNK_BYTES,
         )
         return _spread(logprobs, rows), None if entropies is None else _spread(entropies, rows)
+
+
+def packed_policy(lm: Any, temperature: float, banned_tokens: Sequence[int], checkpointing: bool) -> PolicyModel:
+    """`lm` (on the CPU) as a PolicyModel.
+
+    Errors: ModelError if its logits are not those of causal attention inside each packed row and of a plain output
+    embedding: sliding windows, recurrent layers, scaled or capped logits, weights stored in another shape.
+    """
+    _check_structure(lm)
+    rows = to_device(pack(PROBE), torch.device("cpu"), "sdpa")
+    with torch.no_grad():
+        own = [
+            lm(input_ids=ids, use_cache=False).logits[0]
+            for ids in torch.split(rows.input_ids, rows.segments.lengths, 1)
+        ]
+        policy = PolicyModel(lm, temperature, banned_tokens, checkpointing)
+        packed = policy.hidden(rows) @ lm.get_output_embeddings().weight.t()
+    expected = torch.cat(own)
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 3e-2
+    worst = ((packed - expected).abs().max() / expected.abs().max()).item()
+    if not worst < tolerance:
+        raise ModelError(f"{type(lm).__name__}: packing rows changes its logits by {worst:.1%}; it can't be trained.")
+    return policy
+
+
+def _check_structure(lm: Any) -> None:
+    name = type(lm).__name__
+    others = set(getattr(lm.config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ModelError(f"{name} has layers of type {', '.join(sorted(others))}; only full_attention can be packed.")
+    if not lm._supports_attention_backend:
+        raise ModelError(f"{name} does not take another attention function, which packed rows need.")
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
+        raise ModelError(f"{name}: its output embedding is no linear map without bias.")
+    if any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(lm, add_legacy=False)):
+        raise ModelError(f"{name} is stored in other tensors than it computes with (fused experts); not supported.")
 
 
 def _spread(values: Tensor, rows: PackedTensors) -> Tensor:

@@ -55,9 +55,7 @@ def shard_of(name: str, parameter: Tensor) -> ParameterShard:
     """What this rank holds of a parameter; a live view."""
     offset: tuple[int, ...] = (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return ParameterShard(name, tuple(parameter.shape), offset, local(parameter))
 
 
@@ -77,3 +75,12 @@ def most(count: int) -> int:
     counts = torch.tensor(count, device=current_device())
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     return int(counts.item())
+
+
+def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Sums by name; a name that a rank lacks counts 0 there."""
+    parts: list[dict[str, float]] = [values]
+    if dist.get_world_size() > 1:
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, values)
+    return {name: sum(part.get(name, 0.0) for part in parts) for part in parts for name in part}

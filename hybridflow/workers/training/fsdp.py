@@ -1,0 +1,316 @@
+"""training=fsdp: torch's FSDP2 over a transformers model.
+
+    batch -> weights of its tokens (once, for the whole batch) -> micro-batches -> packed rows -> log-probs
+          -> objective -> sum of weight x loss -> gradients, summed over micro-batches and ranks -> AdamW
+
+Nothing here depends on how rows are cut into micro-batches, packed, or placed on ranks; so neither does the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...batch import Batch, Metrics
+from ...columns import Ragged
+from ...device import current_device, is_accelerated
+from ...engines import Objective, ParameterShard, TrainEngine
+from ...errors import BatchError, EngineError
+from ..models.config import ModelConfig
+from ..models.loading import load_causal_lm, model_path
+from . import checkpoint
+from .attention import resolve_attention
+from .config import FSDPConfig
+from .optimizer import Optimization, freeze
+from .packing import DUMMY, Ints, PackedRows, micro_batches, pack
+from .policy import packed_policy, to_device
+from .sharding import most, reshard, shard, shard_of, sum_over_ranks, whole_batch
+
+OUTPUTS = ("logprobs", "entropy")
+WEIGHT_COLUMNS = ("response_mask", "keep", "rollout_id", "group_id")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a micro-batch leaves behind.
+
+    loss: sum of weight x loss; losses: of its learned tokens; tokens: their numbers among its response tokens; metrics:
+    summed over learned tokens; inputs: tokens that ran through the model.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    tokens: Ints
+    metrics: dict[str, Tensor]
+    inputs: int
+
+
+class FSDPEngine(TrainEngine):
+    """A causal LM under FSDP2, with fp32 masters and AdamW; of any number of ranks, all of which make the same calls.
+
+    path: the model, if not model.path. temperature (0 counts as 1) and banned_tokens: of the sampling distribution,
+    whose log-probs it gives. total_steps: optimizer steps of the run, for schedules. trainable=False: only `forward`
+    and `evaluate`, without optimizer and fp32 masters.
+    Errors: ModelError, ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: FSDPConfig,
+        *,
+        path: str | None = None,
+        temperature: float = 1.0,
+        banned_tokens: Sequence[int] = (),
+        total_steps: int | None = None,
+        trainable: bool = True,
+    ) -> None:
+        half = config.precision == "bf16" or (config.precision == "auto" and is_accelerated())
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._attention = resolve_attention(model.attention, self._dtype)
+        self._model, self._config, self._path = model, config, model_path(path or model.path)
+        self._device = current_device()
+        lm = load_causal_lm(self._path, model, torch.float32 if trainable else self._dtype)
+        freeze(lm, model.freeze if trainable else ["*"])
+        checkpointing = trainable and config.activation_checkpointing
+        self._policy = packed_policy(lm, temperature or 1.0, banned_tokens, checkpointing)
+        shard(self._policy, self._dtype)
+        self._optimization = Optimization(self._policy, config, total_steps) if trainable else None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    # ---- scoring
+    def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """Ragged columns aligned with response_ids: 0 for tokens that were not sampled (response_mask 0).
+
+        Errors: EngineError naming row and token for a value that is NaN or infinite.
+        """
+        unknown = set(outputs) - set(OUTPUTS)
+        if unknown:
+            raise BatchError(f"forward: no output {sorted(unknown)}; there are {', '.join(OUTPUTS)}.")
+        responses = batch.ragged("response_ids")
+        scored = np.flatnonzero(_tokens_per_row(_sampled(batch)))
+        columns = {name: np.zeros(len(responses.values), np.float32) for name in outputs}
+        position = responses.with_values(np.arange(len(responses.values)))
+        with torch.no_grad():
+            for part in self._micro_batches(batch.take(scored)):
+                rows = scored[part]
+                found = self._score(pack(batch.take(rows)) if len(part) else DUMMY, "entropy" in outputs)
+                if len(part):
+                    for name, column in columns.items():
+                        column[position.take(rows).values] = found[name].cpu().numpy()
+        reshard(self._policy)
+        for name, column in columns.items():
+            _check_finite(batch, name, column)
+        return Batch({name: responses.with_values(column) for name, column in columns.items()}, batch.ids)
+
+    def evaluate(self, batch: Batch, objective: Objective) -> Batch:
+        """Dense column `loss`: per row the mean loss of its learned tokens, NaN for a row without one."""
+        weights = self._weights(batch, objective)
+        rows = np.flatnonzero(_tokens_per_row(weights))
+        losses = np.full(len(batch), np.nan, np.float32)
+        with torch.no_grad():
+            for part in self._micro_batches(batch.take(rows), objective.unit):
+                learned = self._run(batch.take(rows[part]), weights.take(rows[part]), objective)
+                if learned is not None:
+                    row = _row_of_token(weights.take(rows[part]))[learned.tokens]
+                    sums = np.bincount(row, learned.losses.cpu().numpy(), len(part))
+                    losses[rows[part]] = sums / np.bincount(row, minlength=len(part))
+        reshard(self._policy)
+        return Batch({"loss": losses}, batch.ids)
+
+    # ---- learning
+    def step(self, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step on the rows that have a weighted token; the others cost nothing.
+
+        Metrics: loss, grad_norm (before clipping), lr, tokens (learned), microbatches, packing_fill (share of the token
+        budget that was used), skipped, and the objective's own, averaged over learned tokens.
+        Errors: EngineError for a loss or gradient that is NaN or infinite; the weights are as before.
+        """
+        optimization = self._trained()
+        weights = self._weights(batch, objective)
+        rows = np.flatnonzero(_tokens_per_row(weights))
+        parts = self._micro_batches(batch.take(rows), objective.unit)
+        if not parts:
+            return {"skipped": 1.0, "tokens": 0.0, "microbatches": 0.0}
+        try:
+            done = [self._learn(batch.take(rows[part]), weights.take(rows[part]), objective) for part in parts]
+            totals = sum_over_ranks(_totals([learned for learned in done if learned is not None]))
+            norm = optimization.gradient_norm()
+            if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
+                raise EngineError(
+                    f"optimizer step {optimization.steps + 1}: loss {totals['loss']:.4g}, gradient norm {norm:.4g}; "
+                    f"{_blame(batch, [rows[part] for part in parts], done)} The weights are those of before."
+                )
+            lr = optimization.step(norm)
+        finally:
+            optimization.zero_grad()
+            reshard(self._policy)
+        return self._metrics(totals, len(parts), norm, lr)
+
+    def _learn(self, rows: Batch, weights: Ragged, objective: Objective) -> Learned | None:
+        """Adds the gradient of some rows."""
+        learned = self._run(rows, weights, objective)
+        if learned is not None:
+            torch.autograd.backward(learned.loss)
+        return learned
+
+    def _run(self, rows: Batch, weights: Ragged, objective: Objective) -> Learned | None:
+        """The objective on some rows; None on no rows, which take part in what the ranks do together."""
+        packed = pack(rows) if len(rows) else DUMMY
+        found = self._score(packed, "entropy" in objective.outputs)
+        if not len(rows):
+            if torch.is_grad_enabled():
+                torch.autograd.backward(found["logprobs"].sum() * 0.0)
+            return None
+        forward = {
+            name: value if name in objective.differentiable else value.detach()
+            for name, value in found.items()
+            if name in objective.outputs
+        }
+        losses, metrics = objective({**self._columns(rows, objective.columns), **forward})
+        learned = np.flatnonzero(weights.values)
+        at = torch.from_numpy(learned).to(self._device)
+        weight = torch.from_numpy(weights.values[learned]).to(self._device, losses.dtype)
+        losses = losses[at]
+        return Learned(
+            loss=(losses * weight).sum(),
+            losses=losses.detach(),
+            tokens=learned,
+            metrics={name: value[at].float().sum() for name, value in metrics.items()},
+            inputs=len(packed.input_ids),
+        )
+
+    def _score(self, packed: PackedRows, entropy: bool) -> dict[str, Tensor]:
+        """Log-probs and, on demand, entropies [R]; with their graph where gradients are on."""
+        logprobs, entropies = self._policy(to_device(packed, self._device, self._attention), entropy)
+        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+    def _micro_batches(self, rows: Batch, unit: str = "") -> list[Ints]:
+        """Row numbers of each micro-batch, empty ones where another rank has more: all ranks run equally many."""
+        lengths = rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths - 1
+        parts = micro_batches(lengths, self._config.tokens_per_microbatch, rows.array(unit) if unit in rows else None)
+        return parts + [np.empty(0, np.int64)] * (most(len(parts)) - len(parts))
+
+    def _weights(self, batch: Batch, objective: Objective) -> Ragged:
+        """Weight of each response token, from the rows of all ranks, so that it holds however they are placed."""
+        whole, rows = whole_batch(batch, *WEIGHT_COLUMNS)
+        offsets = whole.ragged("response_mask").offsets
+        weights = objective.weights(whole)[offsets[rows.start] : offsets[rows.stop]]
+        return batch.ragged("response_ids").with_values(weights)
+
+    def _columns(self, rows: Batch, names: Sequence[str]) -> dict[str, Tensor]:
+        """The columns there are of `names`, and what every objective may ask for."""
+        responses = rows.ragged("response_ids")
+        tensors = rows.select(*(name for name in names if name in rows)).to_torch()
+        tensors["response_mask"] = torch.from_numpy(_sampled(rows).values.copy())
+        tensors["lengths"] = torch.from_numpy(responses.lengths)
+        tensors["row_of_token"] = torch.from_numpy(_row_of_token(responses))
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def _metrics(self, totals: dict[str, float], microbatches: int, norm: float, lr: float) -> Metrics:
+        own = {name.removeprefix("metric/"): totals[name] for name in totals if name.startswith("metric/")}
+        budget = totals["ranks"] * microbatches * self._config.tokens_per_microbatch
+        return {
+            **{name: value / totals["tokens"] for name, value in own.items()},
+            "loss": totals["loss"],
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": totals["tokens"],
+            "microbatches": float(microbatches),
+            "packing_fill": totals["inputs"] / budget,
+            "skipped": 0.0,
+        }
+
+    def _trained(self) -> Optimization:
+        if self._optimization is None:
+            raise EngineError(f"the model at {self._path} is frozen here: it only scores.")
+        return self._optimization
+
+    # ---- weights
+    def parameters(self) -> Iterator[ParameterShard]:
+        return (shard_of(name, parameter) for name, parameter in self._policy.lm.named_parameters())
+
+    def save(self, folder: Path) -> None:
+        optimization = self._trained()
+        checkpoint.save(folder, optimization.tensors(self._policy.lm), optimization.state_dict())
+
+    def load(self, folder: Path) -> None:
+        optimization = self._trained()
+        optimization.load_state_dict(checkpoint.load(folder, optimization.tensors(self._policy.lm)))
+
+    def export(self, folder: Path) -> None:
+        """Weights are in the dtype that the folder they came from had."""
+        checkpoint.export(folder, self._policy.lm.named_parameters(), self._model, self._path)
+
+
+def _sampled(batch: Batch) -> Ragged:
+    """bool of each response token: whether the policy sampled it."""
+    if "response_mask" in batch:
+        return batch.ragged("response_mask")
+    responses = batch.ragged("response_ids")
+    return responses.with_values(np.ones(len(responses.values), np.bool_))
+
+
+def _row_of_token(column: Ragged) -> Ints:
+    return np.repeat(np.arange(len(column)), column.lengths)
+
+
+def _tokens_per_row(column: Ragged) -> Ints:
+    """How many of each row's values are not 0."""
+    counts: Ints = np.bincount(_row_of_token(column)[column.values != 0], minlength=len(column))
+    return counts
+
+
+def _totals(done: list[Learned]) -> dict[str, float]:
+    """Sums over this rank's micro-batches; one transfer from the device."""
+    names = list(done[0].metrics) if done else []
+    sums = [torch.stack([learned.loss.detach().float(), *learned.metrics.values()]) for learned in done]
+    loss, *metrics = torch.stack(sums).double().sum(0).tolist() if sums else [0.0]
+    return {
+        "loss": loss,
+        "ranks": 1.0,
+        "tokens": float(sum(len(learned.tokens) for learned in done)),
+        "inputs": float(sum(learned.inputs for learned in done)),
+        **{f"metric/{name}": value for name, value in zip(names, metrics, strict=True)},
+    }
+
+
+def _blame(batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str:
+    """The first learned token of this rank whose loss is NaN or infinite."""
+    for rows, learned in zip(parts, done, strict=True):
+        if learned is None:
+            continue
+        bad = np.flatnonzero(~torch.isfinite(learned.losses).cpu().numpy())
+        if len(bad):
+            row = int(rows[_row_of_token(batch.ragged("response_ids").take(rows))[learned.tokens[bad[0]]]])
+            return f"the loss is {learned.losses[bad[0]].item()} in {_name_of(batch, row)}."
+    return "no token's loss is at fault, so the gradient overflowed."
+
+
+def _check_finite(batch: Batch, name: str, values: NDArray[np.float32]) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if not len(bad):
+        return
+    responses = batch.ragged("response_ids")
+    row = int(_row_of_token(responses)[bad[0]])
+    token = bad[0] - responses.offsets[row]
+    known = "" if math.isnan(values[bad[0]]) else " The token is one of sampling.banned_tokens."
+    raise EngineError(
+        f"{name} is {values[bad[0]]} at response token {token} (id {responses[row][token]}) of {_name_of(batch, row)}, "
+        f"and at {len(bad) - 1} others.{known}"
+    )
+
+
+def _name_of(batch: Batch, row: int) -> str:
+    group = f" (group_id {batch.array('group_id')[row]})" if "group_id" in batch else ""
+    return f"row {row}{group}"
