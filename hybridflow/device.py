@@ -71,6 +71,12 @@ def peak_memory() -> int:
     return torch.accelerator.max_memory_allocated() if is_accelerated() else 0
 
 
+def use_deterministic_algorithms() -> None:
+    """From here on operations repeat bit for bit; one that cannot raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def seed_everything(seed: int) -> None:
     """Seeds torch (all devices), numpy's and Python's global generators."""
     torch.manual_seed(seed)

@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.models import tiny_model_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("project", deadline=None, derandomize=True)  # the same examples each time, on any machine
+settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")

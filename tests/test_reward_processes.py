@@ -79,7 +79,7 @@ def test_rows_are_scored_as_in_the_driver(scorer: Callable[..., Scorer]) -> None
     here, there = (scorer(plain, waits, workers=n, timeout_s=30.0).score(batch) for n in (0, 2))
     for name in ("reward", "reward/plain", "reward/waits", "keep"):
         assert here[name].tolist() == there[name].tolist()
-    same = {name for name in here.metrics if name != "reward/seconds"}
+    same = {name for name in here.metrics if name != "time/scoring"}
     assert {name: here.metrics[name] for name in same} == {name: there.metrics[name] for name in same}
 
 
@@ -469,5 +469,5 @@ def test_scoring_256_rows_costs_little(scorer: Callable[..., Scorer]) -> None:
 
     batch = Batch({"response": [f"so it is {i}" for i in range(256)], "answer": [str(i) for i in range(256)]})
     one = scorer(f, timeout_s=30.0)
-    seconds = [one.score(batch).metrics["reward/seconds"] for _ in range(20)]
+    seconds = [one.score(batch).metrics["time/scoring"] for _ in range(20)]
     assert min(seconds) < 0.04  # the least: other processes of the machine do not count

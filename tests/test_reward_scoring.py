@@ -223,7 +223,7 @@ def test_metrics_describe_kept_rows() -> None:
     assert out.metrics["reward/mean"] == 4.0
     assert out.metrics["reward/std"] == 2.0
     assert (out.metrics["reward/errors"], out.metrics["reward/timeouts"]) == (1, 0)
-    assert out.metrics["reward/seconds"] > 0
+    assert out.metrics["time/scoring"] > 0
 
 
 def test_too_many_errors_stop_the_run_with_reasons_and_a_traceback() -> None:

@@ -26,7 +26,7 @@ class Completions:
         columns = {name: _arrow(rows, name) for name in rows.names if name in ("prompt_ids", "response_ids") or _kept(rows, name)}
         columns["step"] = pa.array(np.full(len(rows), step))
         partial = self.folder / f".step-{step:06d}.parquet"
-        pq.write_table(pa.table(columns), partial)  # type: ignore[no-untyped-call]
+        pq.write_table(pa.table(columns), partial)
         partial.replace(self.folder / f"step-{step:06d}.parquet")
 
 

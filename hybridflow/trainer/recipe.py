@@ -54,19 +54,21 @@ def execute(driver: Callable[..., None], config: Config, **given: Any) -> Run:
 def train(
     driver: Callable[..., None],
     *overrides: str,
-    model: str | Path,
-    data: str | Path | Sequence[Mapping[str, Any]],
+    model: str | Path | None = None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
     validation: Sequence[Mapping[str, Any]] | None = None,
 ) -> Run:
     """A driver, a model, data and a reward, without a command line; anything else as overrides.
 
-    data: a path or name as for data.path, a `datasets` Dataset, or a list of rows. reward: a function, a name, or several.
+    model, data: left out where overrides say them (`model=smollm2`). data: a path or name as for data.path, a `datasets`
+    Dataset, or a list of rows. reward: a function, a name, or several.
     """
-    rows = None if isinstance(data, (str, Path)) else data
+    rows = None if data is None or isinstance(data, (str, Path)) else data
     rewards = [reward] if callable(reward) or isinstance(reward, str) else list(reward)
     names = [r for r in rewards if isinstance(r, str)]
-    words = [f"model.path={model}", f"data.path={data if rows is None else MEMORY}"]
+    words = [f"model.path={model}"] if model is not None else []
+    words += [f"data.path={data if rows is None else MEMORY}"] if data is not None else []
     words += [f"reward.functions=[{','.join(names)}]"] if names else []
     config = configure(*words, *overrides, recipe=driver)
     functions = [r for r in rewards if not isinstance(r, str)]

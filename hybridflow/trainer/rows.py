@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..batch import Batch
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from .config import Config
 from .data import PromptSource, load_rows, load_validation_rows
 
@@ -17,15 +17,17 @@ GivenRows = Sequence[Mapping[str, Any]] | None
 
 
 class RunRows:
-    """Draws training rows; state is the cursor. `notices`: what was dropped or is missing, to be said once."""
+    """Draws training rows; state is the cursor. say: told what was left out or is missing, once."""
 
-    def __init__(self, config: Config, tokenizer: Any, rows: GivenRows, validation_rows: GivenRows) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any, rows: GivenRows, validation_rows: GivenRows, say: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._given_validation = validation_rows
         self._in_memory = rows is not None
-        self._source = self._make(load_rows(config.data) if rows is None else rows, config.run.seed, 0)
-        self.notices = list(self._source.notices)
+        self._say = say
+        self._source = self._make(load_rows(config.data) if rows is None else rows, config.run.seed, 0, config.data.path)
 
     def draw(self, kind: str, n: int | None) -> Batch:
         """The next n rows (data.rows_per_step). Errors: ConfigError if the data holds rows of another kind."""
@@ -41,11 +43,11 @@ class RunRows:
         """The validation rows in their order, None if there are none. Their group ids are apart from training's."""
         config = self._config.data
         rows = self._given_validation
-        if rows is None:
-            rows = None if self._in_memory else load_validation_rows(config)
+        if rows is None and (config.validation_path is not None or not self._in_memory):
+            rows = load_validation_rows(config)
         if rows is None:
             return None
-        return self._make(rows, 0, VALIDATION_IDS).all(config.validation_rows)
+        return self._make(rows, 0, VALIDATION_IDS, config.validation_path or config.path).all(config.validation_rows)
 
     def steps_in(self, epochs: int) -> int:
         """Steps that go through the data `epochs` times; the last may reach into the next epoch."""
@@ -67,8 +69,8 @@ class RunRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._source.load_state_dict(state)
 
-    def _make(self, rows: Sequence[Mapping[str, Any]], seed: int, first_id: int) -> PromptSource:
-        source = PromptSource(rows, self._tokenizer, self._config.data, seed=seed, first_id=first_id)
-        if not len(source):
-            raise DataError(f"{self._config.data.path}: no usable row is left; see data.max_prompt_tokens.")
+    def _make(self, rows: Sequence[Mapping[str, Any]], seed: int, first_id: int, name: str) -> PromptSource:
+        source = PromptSource(rows, self._tokenizer, self._config.data, seed=seed, first_id=first_id, name=name)
+        for notice in source.notices:
+            self._say(notice)
         return source

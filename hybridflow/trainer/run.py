@@ -33,6 +33,7 @@ from .validation import Validation
 
 Rollout = Callable[[Batch, Sampling], Batch]
 SAMPLES_IN_REPORT = 8
+NO_VALIDATION_ROWS = "the data has no split 'test'; set data.validation_path or data.validation_split."
 
 
 class HasState(Protocol):
@@ -80,6 +81,7 @@ class Run:
         self.step = 0
         self.last_rows: Batch | None = None
         self._done = False
+        self._commit_seconds = 0.0
         self._trackers: Sequence[Tracker] = ()
         self._rewards = tuple(rewards)
         self._given_rows = rows, validation_rows
@@ -143,7 +145,9 @@ class Run:
             yield self.step
             if not self._parts:
                 raise ConfigError(f"step {self.step} recorded nothing: end each step with run.record(batch, metrics).")
-            self._commit(time.perf_counter() - began, validate)
+            ended = time.perf_counter()
+            self._commit(ended - began, validate)
+            self._commit_seconds = time.perf_counter() - ended
         self._finish()
 
     def advantages(self, batch: Batch) -> Batch:
@@ -218,16 +222,22 @@ class Run:
 
     @cached_property
     def _rows(self) -> RunRows:
-        rows = RunRows(self.config, self.tokenizer, *self._given_rows)
-        for notice in rows.notices:
-            self.console.say(notice)
-        return rows
+        return RunRows(self.config, self.tokenizer, *self._given_rows, say=self.console.say)
 
     @cached_property
     def _validation(self) -> Validation:
         config = self.config.validation
-        validation = Validation(config, self._rows.validation(), config.sampling.sampling())
+        validation = Validation(config, self._validation_rows(), config.sampling.sampling())
         return self.stateful("validation", validation)
+
+    def _validation_rows(self) -> Batch | None:
+        rows = self._rows.validation()
+        if rows is None and self.config.validation.every_steps:
+            set_by_hand = sorted(key for key in self.config.said if key.startswith("validation."))
+            if set_by_hand:
+                raise ConfigError(f"{set_by_hand[0]} is set, but there are no validation rows: {NO_VALIDATION_ROWS}")
+            self.console.say(f"no validation: {NO_VALIDATION_ROWS}")
+        return rows
 
     @property
     def _optimizer_steps_a_step(self) -> int:
@@ -235,7 +245,7 @@ class Run:
 
     def _reward_functions(self) -> tuple[tuple[str, Callable[..., Any], float], ...]:
         config = self.config.reward
-        specs = [*config.functions, *self._rewards]
+        specs: list[str | Callable[..., Any]] = [*config.functions, *self._rewards]
         weights = config.weights or [1.0] * len(specs)
         if len(weights) != len(specs):
             raise ConfigError(f"reward.weights has {len(weights)} values, but there are {len(specs)} reward functions.")
@@ -277,6 +287,7 @@ class Run:
             self._saved.restore_random()
         elif validate is not None and self._validation.due(0, last=False):
             self._log({"step": 0.0, **self._validated(validate)})
+        self.trace.commit(self.step)
         return True
 
     def _resume(self, saved: DriverState) -> None:
@@ -297,6 +308,7 @@ class Run:
     def _commit(self, seconds: float, validate: Rollout | None) -> None:
         self.step += 1
         metrics = {"step": float(self.step), "epoch": self._rows.epoch, **self._recorded(), "time/step": seconds}
+        metrics["time/last_commit"] = self._commit_seconds
         metrics |= self.trace.seconds_by_call()
         self.console.idle()
         left = (self.total_steps - self.step) * (time.perf_counter() - self._began) / self.step

@@ -87,10 +87,8 @@ READ_BY_TRAINING = (
     "run.checkpoints_kept",
     "run.export",
 )
-READ_BETWEEN_STEPS = (
-    "validation.before_training",
-    "validation.metric",
-)  # the rest a driver's own run.validate reads too
+READ_BETWEEN_STEPS = ("validation.before_training", "validation.metric")
+"""What only validation by steps() reads; a driver's own run.validate reads the rest of the node."""
 
 
 def unread(config: Config) -> None:

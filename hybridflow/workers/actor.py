@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..batch import Batch, Metrics, RowKind, row_ids
 from ..columns import FinishReason, Ragged, objects
 from ..controller.protocols import DP, ONE_TO_ALL
 from ..controller.worker import Worker, remote
-from ..engines import Sampling
+from ..engines import RolloutEngine, Sampling, TrainEngine
 from .engine_table import rollout_engine, train_engine
 from .models.loading import load_tokenizer
 from .settings import Settings
@@ -130,8 +131,6 @@ class Actor(Worker[Settings]):
     def start(self) -> None:
         self._tokenizer = load_tokenizer(self.settings.model)
         self._train = train_engine(self.settings)
-        self._rollout = rollout_engine(self.settings, self._train.compute_dtype)
-        self._version, self._changed, self._synced = 0, False, False
 
     def save_rank(self, folder: Path) -> None:
         self._train.save(folder)
@@ -142,8 +141,18 @@ class Actor(Worker[Settings]):
         state = json.loads((folder / "versions.json").read_text())
         self._version, self._changed, self._synced = state["version"], state["changed"], False
 
+    @cached_property
+    def _rollout(self) -> RolloutEngine:
+        """Made when first needed: a driver that only fine-tunes never samples."""
+        return rollout_engine(self.settings, self._train.compute_dtype)
+
+    # of the handle: rollouts made and updates begun in this run
     _rollouts = 0
     _updates = 0
+    # of a rank: the weights' version, whether they changed since, whether the rollout engine has any
+    _version = 0
+    _changed = False
+    _synced = False
 
     def _objective(self, loss: LossLike | None) -> PolicyObjective:
         chosen = self.settings.loss if loss is None else loss if isinstance(loss, Loss) else Loss(loss)
@@ -154,7 +163,7 @@ class Actor(Worker[Settings]):
         return texts
 
 
-def forward_column(engine: Any, batch: Batch, to: str) -> Batch:
+def forward_column(engine: TrainEngine, batch: Batch, to: str) -> Batch:
     """The engine's log-probs of a batch's kept rows as column `to`; rows that are not kept get zeros and cost nothing."""
     responses = batch.ragged("response_ids")
     kept = batch.array("keep") if "keep" in batch else np.ones(len(batch), bool)
@@ -168,9 +177,9 @@ def _rollout_metrics(rollouts: Batch) -> Metrics:
     lengths, reasons = rollouts.ragged("response_ids").lengths, rollouts.array("finish_reason")
     return {
         "rollout/tokens": float(lengths.sum()),
-        "rollout/length_mean": float(lengths.mean()),
-        "rollout/length_max": float(lengths.max()),
-        "rollout/truncated": float((reasons == FinishReason.LENGTH).mean()),
+        "rollout/length_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "rollout/length_max": float(lengths.max(initial=0)),
+        "rollout/truncated": float((reasons == FinishReason.LENGTH).sum()) / max(1, len(reasons)),
         "rollout/aborted": float((reasons == FinishReason.ABORT).sum()),
         "rollout/errors": float((reasons == FinishReason.ERROR).sum()),
     }

@@ -22,7 +22,7 @@ from .reward_calls import Call, Chunk, Outcome, RewardFunction
 from .reward_pool import Calls, InDriver, WorkerPool
 
 CHUNKS_PER_WORKER = 4  # small enough that workers end together, large enough that messages cost little
-OWN_METRICS = ("mean", "std", "errors", "timeouts", "retries", "seconds")
+OWN_METRICS = ("mean", "std", "errors", "timeouts", "retries")
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Scorer:
             retries = self._calls.retries - before
         tally.close()
         self._check_errors(tally)
-        own = {"reward/retries": float(retries), "reward/seconds": time.perf_counter() - started}
+        own = {"reward/retries": float(retries), "time/scoring": time.perf_counter() - started}
         return Batch(tally.columns(), batch.ids, {**tally.metrics(), **own})
 
     def close(self) -> None:

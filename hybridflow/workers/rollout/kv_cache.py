@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 ATTENTION = "grouped_sdpa"
 GROWTH = 1.5
@@ -23,7 +23,8 @@ LENGTH_MULTIPLE = 64
 class SlotCache(Cache):
     """A transformers cache of slots, per layer [slots, kv heads, length, head dim]; it grows with what is asked of it.
 
-    Use: `insert` the prompts of new rows; then for each decode step `begin_step`, and a forward of one token a row.
+    Use: `reserve` room and `insert` the prompts of new rows; then for each decode step `begin_step`, and a forward of
+    one token a row.
     """
 
     def __init__(self, max_slots: int, max_length: int) -> None:
@@ -35,9 +36,17 @@ class SlotCache(Cache):
         self._rows = self._positions = torch.empty(0, dtype=torch.int64)
         self._width = 0
 
-    def insert(self, first: int, count: int, prompts: DynamicCache, row: int, length: int) -> None:
-        """Copy the first `length` positions of row `row` of a prefill into the `count` slots from `first` on."""
-        self._reserve(first + count, length)
+    def reserve(self, slots: int, length: int) -> None:
+        """Room for this many rows of this many positions; grows in steps, so that few of them copy."""
+        if slots > self._slots:
+            self._slots = min(self._max_slots, max(slots, math.ceil(self._slots * GROWTH)))
+        if length > self._length:
+            multiples = math.ceil(max(length, self._length * GROWTH) / LENGTH_MULTIPLE)
+            self._length = min(self._max_length, multiples * LENGTH_MULTIPLE)
+
+    def insert(self, first: int, count: int, prompts: Any, row: int, length: int) -> None:
+        """Copy `length` positions of row `row` of a prefill (a DynamicCache) into `count` slots from `first` on, which
+        `reserve` made room for."""
         for layer, prompt in enumerate(prompts.layers):
             for buffers, new in ((self._keys, prompt.keys), (self._values, prompt.values)):
                 self._fit(buffers, layer, new)[first : first + count, :, :length] = new[row, :, :length]
@@ -47,7 +56,7 @@ class SlotCache(Cache):
 
         Returns the additive mask [rows, 1, 1, width] under which row i attends to positions up to its own.
         """
-        self._reserve(len(positions), width)
+        self.reserve(len(positions), width)
         self._rows = torch.arange(len(positions), device=positions.device)
         self._positions, self._width = positions, width
         mask = torch.zeros(len(positions), width, dtype=dtype, device=positions.device)
@@ -73,13 +82,6 @@ class SlotCache(Cache):
         """Zero a slot that held NaN: masked positions are multiplied by 0, which only finite values survive."""
         for buffer in (*self._keys, *self._values):
             buffer[slot].zero_()
-
-    def _reserve(self, slots: int, length: int) -> None:
-        if slots > self._slots:
-            self._slots = min(self._max_slots, max(slots, math.ceil(self._slots * GROWTH)))
-        if length > self._length:
-            multiples = math.ceil(max(length, self._length * GROWTH) / LENGTH_MULTIPLE)
-            self._length = min(self._max_length, multiples * LENGTH_MULTIPLE)
 
     def _fit(self, buffers: list[torch.Tensor], layer: int, like: torch.Tensor) -> torch.Tensor:
         """The layer's buffer, grown to the reserved size."""

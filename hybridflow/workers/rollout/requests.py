@@ -68,7 +68,7 @@ class Rollout:
         self.position += 1
         if self.group.rules.stop.ends(self.ids):
             self.reason = FinishReason.STOP
-        elif len(self.ids) == self.group.limit:
+        elif len(self.ids) >= self.group.limit:
             self.reason = FinishReason.LENGTH
 
 

@@ -39,7 +39,8 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     x = keys + (positions + np.uint64(1)) * WEYL
     x = (x ^ (x >> SHIFT_A)) * MIX_A
     x = (x ^ (x >> SHIFT_B)) * MIX_B
-    return ((x ^ (x >> SHIFT_C)) >> SHIFT_UNIT) * 2.0**-53
+    unit: NDArray[np.float64] = ((x ^ (x >> SHIFT_C)) >> SHIFT_UNIT) * 2.0**-53
+    return unit
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, banned: torch.Tensor) -> Drawn:

@@ -29,7 +29,7 @@ from ..models.loading import empty_causal_lm, load_tokenizer, model_path
 from .config import TransformersConfig
 from .kv_cache import ATTENTION, SlotCache
 from .requests import Group, Rollout, Rules, StopRule, as_batch
-from .sampling import Drawn, draw, stream_key, uniforms
+from .sampling import draw, stream_key, uniforms
 from .weights import adopt
 
 PREFILL_TOKENS = 8192  # of one prefill forward, padding included
@@ -120,8 +120,7 @@ class TransformersRollout(RolloutEngine):
         rows = self._live
         positions = np.array([rollout.position for rollout in rows])
         drawn = self._draw(rows, positions, self._logits(rows, positions))
-        table = torch.stack([part.double() for part in drawn])  # token ids are exact in float64: one transfer for all
-        for slot, (token, logprob, sound) in enumerate(table.T.tolist()):
+        for slot, (token, logprob, sound) in enumerate(drawn):
             if sound:
                 rows[slot].add(int(token), logprob, self.version)
             else:
@@ -140,20 +139,22 @@ class TransformersRollout(RolloutEngine):
         logits: torch.Tensor = out.logits[:, 0]
         return logits
 
-    def _draw(self, rows: Sequence[Rollout], positions: NDArray[np.int64], logits: torch.Tensor) -> Drawn:
+    def _draw(
+        self, rows: Sequence[Rollout], positions: NDArray[np.int64], logits: torch.Tensor
+    ) -> list[tuple[float, float, float]]:
+        """(token, log-probability, whether the logits were sound) of each row; the step's one wait for the device."""
         keys = np.array([rollout.key for rollout in rows], np.uint64)
         uniform = torch.from_numpy(uniforms(keys, positions.astype(np.uint64))).to(self._device)
         kinds = list(dict.fromkeys(rollout.group.rules for rollout in rows))
-        if len(kinds) == 1:
-            return draw(logits, uniform, kinds[0].sampling, kinds[0].banned)
-        of_row = np.array([kinds.index(rollout.group.rules) for rollout in rows])
-        parts, order = [], []
-        for number, rules in enumerate(kinds):
-            index = torch.from_numpy(np.flatnonzero(of_row == number)).to(self._device)
-            parts.append(draw(logits[index], uniform[index], rules.sampling, rules.banned))
-            order.append(index)
-        back = torch.cat(order).argsort()
-        return Drawn(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+        table = torch.empty(len(rows), 3, dtype=torch.float64, device=self._device)  # holds token ids exactly
+        for rules in kinds:
+            mine: Any = slice(None)
+            if len(kinds) > 1:
+                mine = [slot for slot, rollout in enumerate(rows) if rollout.group.rules is rules]
+            drawn = draw(logits[mine], uniform[mine], rules.sampling, rules.banned)
+            table[mine] = torch.stack([part.double() for part in drawn], 1)
+        values: list[tuple[float, float, float]] = table.tolist()
+        return values
 
     def _retire(self) -> None:
         """Ended rollouts leave; the last ones move into the slots that this frees, so that live ones stay in front."""
@@ -177,6 +178,8 @@ class TransformersRollout(RolloutEngine):
         """Move rollouts from the queue into free slots, as many as there are."""
         for batch in _prefill_batches(self._arrivals()):
             self._prefill([group for group, _ in batch if group.prefill is None])
+            arriving = sum(len(rollouts) for _, rollouts in batch)
+            self._cache.reserve(len(self._live) + arriving, max(len(group.prompt) for group, _ in batch))
             for group, rollouts in batch:
                 at, length = len(self._live), len(group.prompt) - 1
                 self._cache.insert(at, len(rollouts), group.prefill, group.prefill_row, length)

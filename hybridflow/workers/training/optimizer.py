@@ -59,7 +59,8 @@ class Optimization:
         """2-norm over the gradients of all ranks; NaN or infinite if one of them is."""
         norms = torch._foreach_norm(self._gradients())
         squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(squares)
         return squares.sqrt().item()
 
     def step(self, norm: float) -> float:

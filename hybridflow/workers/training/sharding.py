@@ -72,6 +72,8 @@ def whole_batch(batch: Batch, *columns: str) -> tuple[Batch, slice]:
 
 def most(count: int) -> int:
     """The largest of the ranks' counts."""
+    if dist.get_world_size() == 1:
+        return count
     counts = torch.tensor(count, device=current_device())
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     return int(counts.item())
