@@ -58,7 +58,7 @@ bench: core ## every benchmark, or one: make bench NAME=packing
 	@.venv/bin/python -m benchmarks.run $(NAME)
 
 learn: core ## the learning runs of the recipes, three seeds each; hours
-	@.venv/bin/python benchmarks/learn.py $(ARGS)
+	@.venv/bin/python -m benchmarks.learn $(ARGS)
 
 clean: ## remove what the other commands made in this clone (shared environments stay)
 	rm -rf .venv .venv-test .venv-trl site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -43,6 +43,7 @@ setup(
         "sglang": ["sglang"],
         "megatron": ["megatron-core>=0.16"],
         "dev": [
+            "accelerate",
             "gguf",
             "hypothesis",
             "import-linter",

@@ -5,6 +5,7 @@ A file `died-in-WHERE` in the run's parent folder is written just before, as the
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ def on_call(number: int, original: Callable[..., Any], act: Callable[[], None], 
     """`original`, but its n-th call runs `act` before it, or after it."""
     calls = 0
 
+    @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
@@ -52,9 +54,8 @@ def main(model: str, folder: str, where: str, step: int) -> None:
         TransformersRollout.submit = on_call(step, TransformersRollout.submit, act, after=True)  # type: ignore[method-assign]
     elif where == "reward":
         reward = on_call(16 * (step - 1) + 5, share_of_digits, act, after=False)
-        reward = lambda response, _score=reward: _score(response)  # noqa: E731
     elif where == "backward":
-        torch.Tensor.backward = on_call(2 * step, torch.Tensor.backward, act, after=True)  # type: ignore[method-assign]
+        torch.autograd.backward = on_call(2 * step, torch.autograd.backward, act, after=True)
     elif where == "optimizer":
         torch.optim.AdamW.step = on_call(2 * step, torch.optim.AdamW.step, act, after=True)  # type: ignore[method-assign]
     elif where == "rename":

@@ -1,11 +1,11 @@
-"""Case 31: no key is read by nobody. Each key is changed, and something that a user can see must change, or be refused."""
+"""Case 31, keys that nobody reads: each key is changed, and something that a user can see must change, or be refused."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.recipes import grpo
 from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.recipe import execute
+from hybridflow.workers.training import policy
 from tests.models import character_tokenizer, tiny_model_folder
 from tests.runs import QUICK, numbers, weights
 
@@ -44,7 +45,9 @@ ADAPTIVE = ("algorithm.kl=reward", "algorithm.kl_target=0.01", "algorithm.kl_hor
 MANY_STEPS = ("algorithm.minibatches=4", "algorithm.epochs=2", "training.lr=0.03")
 LONG = ("data.path={folder}/long.jsonl",)
 SAMPLED = ("validation.sampling.temperature=1.0",)
-REFUSED = "refused"
+RECOMPUTED: set[str] = set()
+"""Names of layers that ran under activation checkpointing since it was last looked at."""
+REFUSED, ERROR = "refused", "error"
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,11 @@ class Change:
     value: str
     base: tuple[str, ...] = ()
     sees: Callable[[Run], object] | str | None = None
-    also: tuple[str, ...] = field(default=())  # set together with the key, when the key alone could not be
 
 
 def deterministic(run: Run) -> bool:
+    """Whether torch was told."""
     return torch.are_deterministic_algorithms_enabled()
-
-
-def checkpointing(run: Run) -> object:
-    """Whether activations are recomputed, as the layers themselves have it."""
-    return run.stand["checkpointing"]  # type: ignore[attr-defined]
 
 
 CHANGES: dict[str, Change] = {
@@ -128,7 +126,7 @@ CHANGES: dict[str, Change] = {
     "model.path": Change("{folder}/other"),
     "model.tokenizer": Change("{folder}/reversed"),
     "model.chat_template": Change("{folder}/template.jinja"),
-    "model.trust_remote_code": Change("true", base=("model.path={folder}/remote",), sees="error"),
+    "model.trust_remote_code": Change("true", base=("model.path={folder}/remote",), sees=ERROR),
     "model.attention": Change("flash", sees=REFUSED),
     "model.freeze": Change("['*embed*']"),
     "data.path": Change("{folder}/other.jsonl"),
@@ -153,7 +151,7 @@ CHANGES: dict[str, Change] = {
     "training.grad_clip": Change("1e-4"),
     "training.precision": Change("bf16"),
     "training.tokens_per_microbatch": Change("64"),
-    "training.activation_checkpointing": Change("true", sees=checkpointing),
+    "training.activation_checkpointing": Change("true", sees=lambda run: RECOMPUTED.pop() if RECOMPUTED else None),
     "rollout.max_context_tokens": Change("35", base=("data.max_prompt_tokens=34",)),
     "rollout.max_concurrent": Change("2"),
     "advantage.normalize_std": Change("false"),
@@ -162,3 +160,115 @@ CHANGES: dict[str, Change] = {
     "loss.clip_high": Change("1e-4", base=MANY_STEPS),
     "loss.dual_clip": Change("1.001", base=MANY_STEPS),
 }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Everything that the table above names by a path."""
+    folder = tmp_path_factory.mktemp("effects")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{i}+{j}", "answer": str(i + j)} for i in range(4) for j in range(3)]
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "other.jsonl", rows[::2])
+    write_rows(folder / "slow.jsonl", [{**row, "answer": "slow"} if i == 5 else row for i, row in enumerate(rows)])
+    write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "1+" * 40 + "1"}])
+    for split in ("train", "more", "test"):
+        write_rows(folder / "parts" / f"{split}.jsonl", rows[: 6 if split == "more" else 12])
+    tiny_model_folder(folder / "other", seed=1)
+    (folder / "template.jinja").write_text("{% for message in messages %}{{ message.content }}={% endfor %}")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}?{% endfor %}"
+    tokenizer.save_pretrained(folder / "reversed")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _watch_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = policy.checkpoint
+
+    def watched(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        RECOMPUTED.add("a layer")
+        return original(function, *args, **kwargs)
+
+    monkeypatch.setattr(policy, "checkpoint", watched)
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words(folder: Path, model: Path, *overrides: str) -> list[str]:
+    """A quick run on files, with validation in the middle and at the end, a checkpoint at the end alone."""
+    base = [
+        *QUICK,
+        "run.steps=2",
+        "run.checkpoint_steps=0",
+        f"model.path={model}",
+        f"data.path={folder}/rows.jsonl",
+        f"data.validation_path={folder}/rows.jsonl",
+        f"reward.functions=[{folder}/rewards.py:digits]",
+        "validation.every_steps=2",
+    ]
+    return [*base, *(word.replace("{folder}", str(folder)) for word in overrides)]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that a user sees of a run."""
+
+    numbers: object
+    files: object
+    console: str
+    weights: object
+    error: str | None
+    own: object
+
+
+def look(
+    overrides: tuple[str, ...],
+    folder: Path,
+    run_dir: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    sees: object,
+) -> Observed:
+    """One run with these overrides."""
+    error, own, where = None, None, run_dir
+    capsys.readouterr()
+    try:
+        config = configure(*words(folder, model, f"run.dir={run_dir}", *overrides), recipe=grpo)
+        where = Path(config.run.dir)
+        run = execute(grpo, config)
+        own = sees(run) if callable(sees) else None
+    except HybridFlowError as raised:
+        error = str(raised)
+    console = re.sub(r"\(\d.*?left\)|" + re.escape(str(where)), "", capsys.readouterr().out)
+    if not (where / "metrics.jsonl").exists():
+        return Observed(None, None, console, None, error, own)
+    files = sorted(re.sub(r"events.*", "events", str(path.relative_to(where))) for path in where.rglob("*"))
+    exported = weights(where) if (where / "export").exists() else None
+    return Observed(numbers(where), files, console, exported, error, own)
+
+
+def test_every_key_is_in_the_table() -> None:
+    assert sorted(CHANGES) == sorted(all_keys())
+
+
+@pytest.mark.parametrize("key", sorted(CHANGES))
+def test_changing_a_key_has_an_effect_or_is_refused(
+    key: str, folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = CHANGES[key]
+    before = look(change.base, folder, tmp_path / "before" / "run", tiny_model, capsys, change.sees)
+    assert before.error is None or change.sees == ERROR
+    value = change.value.replace("{folder}", str(folder))
+    run_dir = tmp_path / "after" / "run"
+    after = look((*change.base, f"{key}={value}"), folder, run_dir, tiny_model, capsys, change.sees)
+    torch.use_deterministic_algorithms(False)
+    if change.sees == REFUSED:
+        assert after.error is not None
+        assert key in after.error or key.rpartition(".")[2] in after.error
+    else:
+        assert after.error is None
+        assert after != before

@@ -100,7 +100,6 @@ def test_a_recipe_with_a_reward_needs_a_function() -> None:
     config = compose(BASE)
     with pytest.raises(ConfigError, match=r"^grpo needs a reward: say reward\.functions=\[exact\]"):
         unread_by_roles(config, {"actor", "reward"}, "grpo")
-    unread_by_roles(config, {"actor", "reward"}, "grpo", has_reward=True)
     unread_by_roles(compose([*BASE, "reward.functions=math"]), {"actor", "reward"}, "grpo")
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -39,9 +40,9 @@ def load_environment_script() -> ModuleType:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script as it stands in a clone with a few pins, installing into a scratch folder without pip."""
-    module = load_environment_script()
+    module: Any = load_environment_script()
     clone = tmp_path / "clone"
     (clone / "requirements").mkdir(parents=True)
     (clone / "requirements" / "core.txt").write_text("# a comment\na==1  # why\n")
@@ -58,15 +59,15 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     installed: list[str] = []
     monkeypatch.setattr(module, "install", install)
-    module.installed = installed  # type: ignore[attr-defined]
+    module.installed = installed
     return module
 
 
-def test_included_pins_are_part_of_an_environment(environment: ModuleType) -> None:
+def test_included_pins_are_part_of_an_environment(environment: Any) -> None:
     assert environment.pins(environment.HERE / "test.txt") == ["a==1", "b==2"]
 
 
-def test_a_second_clone_installs_nothing_twice(environment: ModuleType, tmp_path: Path) -> None:
+def test_a_second_clone_installs_nothing_twice(environment: Any, tmp_path: Path) -> None:
     environment.main("core")
     second = tmp_path / "second" / "requirements"
     second.mkdir(parents=True)
@@ -78,7 +79,7 @@ def test_a_second_clone_installs_nothing_twice(environment: ModuleType, tmp_path
     assert (second.parent / ".venv").readlink() == first_link
 
 
-def test_changed_pins_make_another_environment(environment: ModuleType) -> None:
+def test_changed_pins_make_another_environment(environment: Any) -> None:
     environment.main("core")
     before = (environment.HERE.parent / ".venv").readlink()
     (environment.HERE / "core.txt").write_text("a==2\n")
@@ -88,14 +89,14 @@ def test_changed_pins_make_another_environment(environment: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("broken", [".complete", "bin/python"])
-def test_a_half_made_environment_is_made_again(environment: ModuleType, broken: str) -> None:
+def test_a_half_made_environment_is_made_again(environment: Any, broken: str) -> None:
     environment.main("core")
     (environment.HERE.parent / ".venv" / broken).unlink()
     environment.main("core")
     assert environment.installed == ["core", "core"]
 
 
-def test_a_folder_in_the_place_of_the_link_is_not_overwritten(environment: ModuleType) -> None:
+def test_a_folder_in_the_place_of_the_link_is_not_overwritten(environment: Any) -> None:
     (environment.HERE.parent / ".venv").mkdir()
     with pytest.raises(SystemExit, match="move it away"):
         environment.main("core")

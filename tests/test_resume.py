@@ -62,10 +62,11 @@ def test_case_29_a_finished_run_says_so_and_goes_on_when_steps_are_raised(
 
 
 def test_case_29_a_resume_at_an_epoch_boundary_trains_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
-    epochs = ("run.steps=null", "run.epochs=2", "run.checkpoint_steps=5", "validation.every_steps=0")
+    common = ("run.checkpoint_steps=5", "validation.every_steps=0")
+    epochs = (*common, "run.steps=null", "run.epochs=2")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     quick(tiny_model, whole, *epochs)
-    quick(tiny_model, parted, *epochs, "run.steps=5")
+    quick(tiny_model, parted, *common, "run.steps=5")
     quick(tiny_model, parted, *epochs)
     assert len(numbers(whole)) == 10 and numbers(whole)[-1]["epoch"] == 2.0
     assert numbers(parted) == numbers(whole)

@@ -15,9 +15,9 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_USAGE_STATS": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 import torch
-from datasets import Dataset  # type: ignore[import-untyped]
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
 
 
 class StepTimes(TrainerCallback):

@@ -16,7 +16,7 @@ from hybridflow import Run, configure, train
 from hybridflow.recipes.evaluate import evaluate, scores
 from hybridflow.recipes.grpo import grpo
 from hybridflow.recipes.sft import sft
-from hybridflow.trainer.arithmetic import after_hashes, demonstrations
+from hybridflow.trainer.arithmetic import demonstrations
 from hybridflow.workers.models.tiny import save_tiny_model
 
 ALPHABET = "0123456789+= #"
@@ -24,6 +24,7 @@ NOISE = 0.55  # share of column sums that the warm-up's teacher makes up
 GOAL = 0.90  # sampled accuracy on held-out problems that the demo has to reach
 WARMUP_STEPS, WARMUP_ROWS = 500, 128
 
+REWARD = "reward.functions=[hybridflow.trainer.arithmetic:after_hashes]"
 COMMON = ("run.trackers=[]", "run.checkpoint_steps=0", "training.activation_checkpointing=false")
 WARMUP = (
     *COMMON,
@@ -60,7 +61,7 @@ def demo(
     before = accuracy(warm, seed)
     print(f"after the warm-up: sampled accuracy {before[0]:.3f}, greedy {before[1]:.3f}")
     run = train(
-        driver, "data=arithmetic", *GRPO, *words, *overrides, f"run.dir={folder / 'grpo'}", model=warm, reward=after_hashes
+        driver, "data=arithmetic", REWARD, *GRPO, *words, *overrides, f"run.dir={folder / 'grpo'}", model=warm
     )
     curve = [row["val/reward"] for row in run.metrics() if "val/reward" in row]
     after = accuracy(folder / "grpo" / "export", seed)
@@ -74,9 +75,10 @@ def accuracy(model: Path, seed: int) -> Accuracy:
 
 
 def _solved(model: Path, seed: int, temperature: float) -> float:
-    words = (f"model.path={model}", "data=arithmetic", "sampling.max_new_tokens=32", f"run.seed={seed}")
-    config = configure(*words, f"validation.sampling.temperature={temperature}", recipe=evaluate)
-    with Run(config, rewards=[after_hashes]) as run:
+    words = (f"model.path={model}", "data=arithmetic", REWARD, f"run.seed={seed}")
+    sampling = ("validation.sampling.max_new_tokens=32", f"validation.sampling.temperature={temperature}")
+    config = configure(*words, *sampling, recipe=evaluate)
+    with Run(config, name="evaluate") as run:
         return scores(run)["reward"]
 
 

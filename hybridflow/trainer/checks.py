@@ -33,8 +33,6 @@ AT_LEAST: dict[str, float] = {
     "validation.sampling.n": 1,
     "validation.sampling.temperature": 0,
     "validation.sampling.max_new_tokens": 1,
-    "rollout.max_context_tokens": 1,
-    "rollout.max_concurrent": 1,
     "validation.every_steps": 0,
     "validation.patience": 1,
     "run.seed": 0,

@@ -7,7 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..algorithms.registry import register
+from ..algorithms.registry import name_of, register
 from .config import Config, compose
 from .run import Run
 
@@ -30,8 +30,9 @@ def recipe(*overrides: str) -> Callable[[Driver], Driver]:
 
 def options_type(driver: Callable[..., None]) -> type | None:
     """The dataclass of a driver's second parameter, which is the configuration node `options`."""
-    parameters = list(signature(driver, eval_str=True).parameters.values())
-    return parameters[1].annotation if len(parameters) > 1 else None
+    if len(signature(driver).parameters) < 2:  # names in the annotations may be unknown here: look only where needed
+        return None
+    return list(signature(driver, eval_str=True).parameters.values())[1].annotation
 
 
 def configure(*overrides: str, recipe: Callable[..., None] | None = None) -> Config:
@@ -66,10 +67,17 @@ def train(
     """
     rows = None if data is None or isinstance(data, (str, Path)) else data
     rewards = [reward] if callable(reward) or isinstance(reward, str) else list(reward)
-    names = [r for r in rewards if isinstance(r, str)]
     words = [f"model.path={model}"] if model is not None else []
     words += [f"data.path={data if rows is None else MEMORY}"] if data is not None else []
-    words += [f"reward.functions=[{','.join(names)}]"] if names else []
+    words += [f"reward.functions=[{','.join(_spec(each) for each in rewards)}]"] if rewards else []
     config = configure(*words, *overrides, recipe=driver)
-    functions = [r for r in rewards if not isinstance(r, str)]
-    return execute(driver, config, rewards=functions, rows=rows, validation_rows=validation)
+    return execute(driver, config, rows=rows, validation_rows=validation)
+
+
+def _spec(reward: Callable[..., Any] | str) -> str:
+    """What reward.functions calls a reward: a function is registered under its name, a lambda as `reward`."""
+    if isinstance(reward, str):
+        return reward
+    name = name_of(reward) if name_of(reward).isidentifier() else "reward"
+    register("reward", name)(reward)
+    return name

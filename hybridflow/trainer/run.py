@@ -18,7 +18,6 @@ from ..controller.worker import Worker
 from ..engines import Sampling
 from ..errors import ConfigError
 from ..workers.actor import Actor
-from ..workers.models.loading import load_tokenizer
 from ..workers.settings import Settings
 from .advantages import Advantages
 from .checkpoint import Checkpoints
@@ -55,8 +54,8 @@ A4 = TypeVar("A4", bound=Worker[Any])
 class Run:
     """One training run. Single use: declare groups and state, then step; close it, or use it as a context manager.
 
-    rewards: Python functions scored beside those of reward.functions. rows, validation_rows: data already in memory, in
-    the place of data.path and data.validation_path. `step`: steps committed. `last_rows`: what the last step recorded.
+    rows, validation_rows: data already in memory, in the place of data.path and data.validation_path. `step`: steps
+    committed. `last_rows`: what the last step recorded.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Run:
         config: Config,
         *,
         name: str = "run",
-        rewards: Sequence[Callable[..., Any]] = (),
         rows: Sequence[Mapping[str, Any]] | None = None,
         validation_rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -80,10 +78,10 @@ class Run:
         self.trace = Trace(self.folder / "trace", on_call=self.console.waiting)
         self.step = 0
         self.last_rows: Batch | None = None
+        self._checked = False
         self._done = False
         self._commit_seconds = 0.0
         self._trackers: Sequence[Tracker] = ()
-        self._rewards = tuple(rewards)
         self._given_rows = rows, validation_rows
         self._handles: dict[str, Worker[Any]] = {}
         self._stateful: dict[str, HasState | dict[str, Any]] = {}
@@ -161,6 +159,7 @@ class Run:
 
     def validate(self, fn: Rollout) -> Metrics:
         """`fn` on the validation rows with validation.sampling: mean of reward, components and loss, pass@k, by source."""
+        self._check_roles(trains=False)
         metrics = self._validation.run(fn)
         self.console.idle()
         return metrics
@@ -213,6 +212,8 @@ class Run:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
+        from ..workers.models.loading import load_tokenizer  # brings torch and transformers: not for --cfg or a typo
+
         return load_tokenizer(self.config.model)
 
     @cached_property
@@ -244,23 +245,25 @@ class Run:
         return self.algorithm.epochs * self.algorithm.minibatches
 
     def _reward_functions(self) -> tuple[tuple[str, Callable[..., Any], float], ...]:
-        config = self.config.reward
-        specs: list[str | Callable[..., Any]] = [*config.functions, *self._rewards]
-        weights = config.weights or [1.0] * len(specs)
-        if len(weights) != len(specs):
-            raise ConfigError(f"reward.weights has {len(weights)} values, but there are {len(specs)} reward functions.")
+        specs = self.config.reward.functions
         functions = [resolve(spec, "reward") for spec in specs]
-        names = [spec if isinstance(spec, str) and ":" not in spec else name_of(fn) for spec, fn in zip(specs, functions, strict=True)]
-        return tuple(zip(names, functions, weights, strict=True))
+        names = [name_of(fn) if ":" in spec else spec for spec, fn in zip(specs, functions, strict=True)]
+        return tuple(zip(names, functions, self.config.reward.weights or [1.0] * len(specs), strict=True))
 
     @property
     def _export_folder(self) -> Path:
         return self.folder / "export"
 
     # ---- start, commit, finish
+    def _check_roles(self, *, trains: bool) -> None:
+        """Once, at the first step or validation, when the driver has declared what it uses."""
+        if not self._checked:
+            unread_by_roles(self.config, set(self._handles), self.name, trains=trains)
+            self._checked = True
+
     def _start(self, validate: Rollout | None) -> bool:
         """Whether anything is left to do; if so, everything declared is up and restored."""
-        unread_by_roles(self.config, set(self._handles), self.name, has_reward=bool(self._reward_functions()))
+        self._check_roles(trains=True)
         self._began = time.perf_counter()
         if self.config.run.resume == "never" and self.folder.exists():
             self.console.say(f"run.resume=never: the earlier run is kept as {move_aside(self.folder)}")

@@ -100,12 +100,11 @@ def unread(config: Config) -> None:
 
 
 def unread_by_roles(
-    config: Config, roles: Iterable[str], recipe: str, *, has_reward: bool | None = None, trains: bool = True
+    config: Config, roles: Iterable[str], recipe: str, *, trains: bool = True
 ) -> None:
     """What can be seen once the driver has declared its roles: keys of roles that it lacks, a reward that it needs.
 
-    has_reward: whether there is a reward function; None = as reward.functions says. trains: whether it takes steps.
-    Errors: ConfigError.
+    trains: whether it takes steps. Errors: ConfigError.
     """
     declared = set(roles)
     for role, keys in NODE_OF_ROLE.items():
@@ -118,7 +117,7 @@ def unread_by_roles(
         _refuse(config, READ_BY_TRAINING, f"{recipe} does not train.")
     elif config.validation.every_steps == 0:
         _refuse(config, READ_BETWEEN_STEPS, "validation.every_steps=0 validates never: set it above 0.")
-    if "reward" in declared and not (config.reward.functions if has_reward is None else has_reward):
+    if "reward" in declared and not config.reward.functions:
         raise ConfigError(
             f"{recipe} needs a reward: say reward.functions=[exact], math or last_integer (a response against the "
             "row's answer), or [path/to/file.py:name] for your own."

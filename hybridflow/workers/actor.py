@@ -18,7 +18,6 @@ from ..controller.protocols import DP, ONE_TO_ALL
 from ..controller.worker import Worker, remote
 from ..engines import RolloutEngine, Sampling, TrainEngine
 from .engine_table import rollout_engine, train_engine
-from .models.loading import load_tokenizer
 from .settings import Settings
 
 LossLike = str | Loss | Callable[..., Any]
@@ -129,6 +128,8 @@ class Actor(Worker[Settings]):
         self._train.export(folder)
 
     def start(self) -> None:
+        from .models.loading import load_tokenizer  # brings torch and transformers: not for a driver that only declares
+
         self._tokenizer = load_tokenizer(self.settings.model)
         self._train = train_engine(self.settings)
 

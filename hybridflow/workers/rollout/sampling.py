@@ -51,15 +51,16 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, banned
     top-k, top-p and min-p narrow the draw and do not renormalise it.
     """
     greedy = sampling.temperature == 0
-    scores = logits.float() if greedy or sampling.temperature == 1 else logits.float() / sampling.temperature
+    temperature = 1.0 if greedy else sampling.temperature
+    scores = logits.float()
     if len(banned):
         scores = scores.index_fill(1, banned, -torch.inf)
     best_score, best = scores.max(-1)
-    weights = (scores - best_score[:, None]).exp_()
+    weights = (scores - best_score[:, None]).div_(temperature).exp_()
     total = weights.sum(-1)
     tokens = best if greedy else _invert(_narrowed(weights, sampling), uniform, best)
-    logprobs = scores.gather(1, tokens[:, None])[:, 0] - best_score - total.log()
-    return Drawn(tokens, logprobs, total.isfinite())
+    below_best = scores.gather(1, tokens[:, None])[:, 0] - best_score
+    return Drawn(tokens, below_best / temperature - total.log(), total.isfinite())
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor, best: torch.Tensor) -> torch.Tensor:

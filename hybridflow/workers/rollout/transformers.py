@@ -205,8 +205,8 @@ class TransformersRollout(RolloutEngine):
         length = max((len(group.prompt) - 1 for group in groups), default=0)
         prompts = DynamicCache()
         if length:
-            rows = [np.pad(group.prompt[:-1], (0, length + 1 - len(group.prompt)), "edge") for group in groups]
-            tokens = torch.from_numpy(np.stack(rows)).to(self._device)
+            rows = [np.pad(group.prompt, (0, length + 1 - len(group.prompt)), "edge") for group in groups]
+            tokens = torch.from_numpy(np.stack(rows)[:, :-1]).to(self._device)
             self.model.get_decoder()(input_ids=tokens, past_key_values=prompts, use_cache=True)
         for row, group in enumerate(groups):
             group.prefill, group.prefill_row = prompts, row

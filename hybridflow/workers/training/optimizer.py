@@ -103,8 +103,9 @@ class Optimization:
 
 def local(tensor: Any) -> Tensor:
     """This rank's part of a parameter or gradient; it shares memory with it."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+    with torch.no_grad():
+        part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return part.detach()
 
 
 def _adamw(trained: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
