@@ -16,15 +16,16 @@ from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.recipes import grpo
 from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.recipe import execute
+from hybridflow.workers.rollout.transformers import TransformersRollout
 from hybridflow.workers.training import policy
 from tests.models import character_tokenizer, tiny_model_folder
 from tests.runs import QUICK, numbers, weights
 
 REWARDS = """
-import multiprocessing, re, time
+import re, sys, time
 
 def digits(response: str):
-    in_driver = multiprocessing.parent_process() is None
+    in_driver = "torch" in sys.modules
     return {"reward": len(re.findall(r"\\d", response)) / max(1, len(response)), "in_driver": in_driver}
 
 def length(response: str) -> float:
@@ -40,13 +41,25 @@ def fails_once_in_four(answer: str) -> float:
 def as_shout(row: dict) -> dict:
     return {**row, "prompt": row["prompt"] + "!"}
 """
+OWN_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
 KL = ("algorithm.kl=loss", "algorithm.minibatches=2", "algorithm.kl_coef=0.5")
 ADAPTIVE = ("algorithm.kl=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=20", "run.steps=4")
 MANY_STEPS = ("algorithm.minibatches=4", "algorithm.epochs=2", "training.lr=0.03")
+ASKED = ("data.path={folder}/asked.jsonl", "data.validation_path={folder}/asked.jsonl")
 LONG = ("data.path={folder}/long.jsonl",)
 SAMPLED = ("validation.sampling.temperature=1.0",)
 RECOMPUTED: set[str] = set()
 """Names of layers that ran under activation checkpointing since it was last looked at."""
+DECODED: list[int] = []
+"""One entry a decoding step of the rollout engine."""
 REFUSED, ERROR = "refused", "error"
 
 
@@ -57,6 +70,8 @@ class Change:
     value: str
     base: tuple[str, ...] = ()
     sees: Callable[[Run], object] | str | None = None
+    key: str | None = None  # what to write, where that is not the key itself
+    again: bool = False  # after a first run with `base` in the same folder
 
 
 def deterministic(run: Run) -> bool:
@@ -80,15 +95,15 @@ CHANGES: dict[str, Change] = {
     "algorithm.kl": Change("loss"),
     "algorithm.kl_coef": Change("0.1", base=KL),
     "algorithm.kl_estimator": Change("k2", base=KL),
-    "algorithm.kl_target": Change("0.02", base=ADAPTIVE),
+    "algorithm.kl_target": Change("5.0", base=ADAPTIVE),
     "algorithm.kl_horizon": Change("40", base=ADAPTIVE),
     "algorithm.kl_stop": Change("1e-9", base=MANY_STEPS),
-    "algorithm.old_policy": Change("current"),
+    "algorithm.old_policy": Change("current", sees=lambda run: "time/actor.log_probs" in run.metrics()[-1]),
     "reward.functions": Change("[{folder}/rewards.py:length]"),
     "reward.weights": Change("[2.0]"),
     "reward.workers": Change("1"),
     "reward.timeout_s": Change(
-        "0.05", base=("reward.functions=[{folder}/rewards.py:slow]", "reward.workers=1", "reward.max_error_fraction=1")
+        "0.05", base=("data.path={folder}/slow.jsonl", "reward.functions=[{folder}/rewards.py:slow]", "reward.workers=1", "reward.max_error_fraction=1")
     ),
     "reward.max_error_fraction": Change(
         "0.1",
@@ -116,7 +131,7 @@ CHANGES: dict[str, Change] = {
     "run.steps": Change("3"),
     "run.epochs": Change("2", base=("run.steps=null",)),
     "run.max_hours": Change("1e-9"),
-    "run.resume": Change("never", sees=lambda run: run.folder.with_name("run.1").exists()),
+    "run.resume": Change("never", sees=lambda run: run.folder.with_name("run.1").exists(), again=True),
     "run.checkpoint_steps": Change("1", base=("validation.every_steps=0",)),
     "run.checkpoints_kept": Change("1", base=("run.checkpoint_steps=1", "run.steps=4", "validation.every_steps=0")),
     "run.export": Change("false"),
@@ -130,13 +145,13 @@ CHANGES: dict[str, Change] = {
     "model.attention": Change("flash", sees=REFUSED),
     "model.freeze": Change("['*embed*']"),
     "data.path": Change("{folder}/other.jsonl"),
-    "data.task": Change("{'min_terms': 2, 'max_terms': 2}", base=("data.path=reasoning_gym:chain_sum",)),
+    "data.task": Change("2", base=("data.path=reasoning_gym:chain_sum",), key="data.task.max_terms"),
     "data.kind": Change("examples", sees=REFUSED),
     "data.split": Change("more", base=("data.path={folder}/parts",)),
     "data.validation_path": Change("{folder}/other.jsonl"),
     "data.validation_split": Change("more", base=("data.validation_path={folder}/parts",)),
     "data.validation_rows": Change("2"),
-    "data.prompt_key": Change("answer"),
+    "data.prompt_key": Change("other", base=(*ASKED, "data.prompt_key=question")),
     "data.format": Change("{folder}/rewards.py:as_shout"),
     "data.system_prompt": Change("Sum."),
     "data.rows_per_step": Change("2"),
@@ -152,8 +167,8 @@ CHANGES: dict[str, Change] = {
     "training.precision": Change("bf16"),
     "training.tokens_per_microbatch": Change("64"),
     "training.activation_checkpointing": Change("true", sees=lambda run: RECOMPUTED.pop() if RECOMPUTED else None),
-    "rollout.max_context_tokens": Change("35", base=("data.max_prompt_tokens=34",)),
-    "rollout.max_concurrent": Change("2"),
+    "rollout.max_context_tokens": Change("25", base=("data.max_prompt_tokens=24",)),
+    "rollout.max_concurrent": Change("2", sees=lambda run: (len(DECODED), DECODED.clear())),
     "advantage.normalize_std": Change("false"),
     "advantage.baseline": Change("none", base=("advantage=reinforce",)),
     "loss.clip_low": Change("1e-4", base=MANY_STEPS),
@@ -170,10 +185,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     rows = [{"prompt": f"{i}+{j}", "answer": str(i + j)} for i in range(4) for j in range(3)]
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "other.jsonl", rows[::2])
-    write_rows(folder / "slow.jsonl", [{**row, "answer": "slow"} if i == 5 else row for i, row in enumerate(rows)])
+    write_rows(folder / "slow.jsonl", [{**row, "answer": "slow"} if i % 3 else row for i, row in enumerate(rows)])
     write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "1+" * 40 + "1"}])
     for split in ("train", "more", "test"):
         write_rows(folder / "parts" / f"{split}.jsonl", rows[: 6 if split == "more" else 12])
+    write_rows(folder / "asked.jsonl", [{"question": row["prompt"], "other": "?", "answer": row["answer"]} for row in rows])
+    with_own_code(tiny_model_folder(folder / "remote"))
     tiny_model_folder(folder / "other", seed=1)
     (folder / "template.jinja").write_text("{% for message in messages %}{{ message.content }}={% endfor %}")
     tokenizer = character_tokenizer()
@@ -191,6 +208,26 @@ def _watch_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(function, *args, **kwargs)
 
     monkeypatch.setattr(policy, "checkpoint", watched)
+
+
+@pytest.fixture(autouse=True)
+def _count_decoding_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TransformersRollout._step
+    DECODED.clear()
+
+    def counted(engine: TransformersRollout) -> None:
+        DECODED.append(1)
+        original(engine)
+
+    monkeypatch.setattr(TransformersRollout, "_step", counted)
+
+
+def with_own_code(model: Path) -> None:
+    """Makes a model folder one that brings its own classes."""
+    (model / "own.py").write_text(OWN_CODE)
+    config = json.loads((model / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"}
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": own}))
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -262,9 +299,11 @@ def test_changing_a_key_has_an_effect_or_is_refused(
     change = CHANGES[key]
     before = look(change.base, folder, tmp_path / "before" / "run", tiny_model, capsys, change.sees)
     assert before.error is None or change.sees == ERROR
-    value = change.value.replace("{folder}", str(folder))
     run_dir = tmp_path / "after" / "run"
-    after = look((*change.base, f"{key}={value}"), folder, run_dir, tiny_model, capsys, change.sees)
+    if change.again:
+        look(change.base, folder, run_dir, tiny_model, capsys, change.sees)
+    changed = (*change.base, f"{change.key or key}={change.value}")
+    after = look(changed, folder, run_dir, tiny_model, capsys, change.sees)
     torch.use_deterministic_algorithms(False)
     if change.sees == REFUSED:
         assert after.error is not None

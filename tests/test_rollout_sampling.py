@@ -28,6 +28,7 @@ def drawn_at(logits: torch.Tensor, uniform: list[float], plan: Sampling = PLAIN,
 def test_a_token_is_drawn_where_the_cumulated_probability_passes_the_uniform() -> None:
     logits = torch.tensor([0.2, 0.5, 0.3]).log()
     assert drawn_at(logits, [0.0, 0.19, 0.21, 0.69, 0.71, LAST]).tokens.tolist() == [0, 0, 1, 1, 2, 2]
+    assert drawn_at(torch.zeros(4), [0.0, 0.25, 0.5, 0.75]).tokens.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dead", [[0], [2, 3, 4], [0, 1, 4]])

@@ -147,6 +147,18 @@ def test_rollouts_in_flight_go_on_over_a_sync_and_say_which_version_sampled_each
     assert versions == {(1,) * 3 + (2,) * 7, (2,) * 10}
 
 
+def test_samples_that_wait_over_a_sync_start_from_the_new_weights(subject: Subject) -> None:
+    engine, prompts = subject.started(max_concurrent=1), prompts_of([9])
+    changed = [replace(shard, tensor=shard.tensor.roll(1, 0)) for shard in shards_of(subject.model)]
+    engine.submit(prompts, replace(GREEDY, n=2))
+    stream = engine.completed()
+    before = responses(next(stream))
+    engine.sync(changed, 2)
+    after = [ids for part in stream for ids in responses(part)]
+    assert before == responses(subject.started().generate(prompts, GREEDY))
+    assert after == responses(engine.generate(prompts, GREEDY)) != before
+
+
 def test_a_failed_sync_stops_rollouts_in_flight_and_a_good_one_lets_them_go_on(subject: Subject) -> None:
     engine = subject.started()
     engine.submit(prompts_of(), GREEDY)
@@ -176,6 +188,21 @@ def test_case_10_nan_in_one_row_ends_that_row_with_its_tokens_and_no_other(model
         assert cut == (whole[: bad[0]] if bad else whole)
         assert reason == (FinishReason.ERROR if bad else FinishReason.LENGTH)
     assert FinishReason.LENGTH in reasons(rollouts)
+
+
+def test_case_10_a_slot_that_held_nan_does_not_spoil_its_next_row(models: Models) -> None:
+    subject = models.subject(tied=False)
+    prompts = prompts_of([20, 40, 3])
+    poison = int(prompts.ragged("prompt_ids")[1][-1])
+    weights = {shard.name: shard.tensor.clone() for shard in shards_of(subject.model)}
+    weights["model.embed_tokens.weight"][poison] = torch.nan
+    engine = subject.build(max_concurrent=2)
+    engine.sync([replace(shard, tensor=weights[shard.name]) for shard in shards_of(subject.model)], 1)
+    plan = replace(GREEDY, max_new_tokens=30, banned_tokens=(poison,))
+    healthy = subject.started().generate(prompts.take([0, 2]), plan)
+    rollouts = engine.generate(prompts, plan)
+    assert responses(rollouts) == [responses(healthy)[0], [], responses(healthy)[1]]
+    assert reasons(rollouts)[1] == FinishReason.ERROR
 
 
 # ---- batching

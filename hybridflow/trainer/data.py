@@ -163,7 +163,8 @@ class PromptSource:
         said = f"{len(long)} of {len(tokens)} prompts are longer than data.max_prompt_tokens={limit}"
         if len(long) == len(tokens) or (long and config.overlong_prompt == "error"):
             shown = ", ".join(f"row {i + 1} has {len(tokens[i])} tokens" for i in long[:LONG_ROWS_SHOWN])
-            raise DataError(f"{self.name}: {said}: {shown}. Raise it, or shorten them in data.format.")
+            drop = "" if len(long) == len(tokens) else "leave them out with data.overlong_prompt=drop, "
+            raise DataError(f"{self.name}: {said}: {shown}. Raise it, {drop}or shorten them in data.format.")
         if long:
             self.notices.append(f"{self.name}: {said} and were left out")
         return sorted(set(range(len(tokens))) - set(long))
