@@ -86,7 +86,9 @@ def main() -> None:
         measured = measure(Path(folder))
     ratio = {key: median(measured["full"][key]) / median(measured["chunked"][key]) for key in ("bytes", "seconds")}
     slower = 1 / ratio["seconds"]
-    ok = ratio["bytes"] >= TARGET and slower <= TIME_AT_MOST and measured["gradients_differ"] <= GRADIENTS_DIFFER_AT_MOST
+    ok = (
+        ratio["bytes"] >= TARGET and slower <= TIME_AT_MOST and measured["gradients_differ"] <= GRADIENTS_DIFFER_AT_MOST
+    )
     line = {"name": "logprob_memory", "value": ratio["bytes"], "target": TARGET, "ok": ok, "time_ratio": slower}
     print(json.dumps({**line, **measured}))
 

@@ -61,7 +61,9 @@ class Padded:
     def __init__(self, folder: Path, batch: Batch) -> None:
         loader: Any = AutoModelForCausalLM
         self.model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         self.prompt, self.response = int(prompts.lengths.max()), int(responses.lengths.max())
         shape = (len(batch), self.prompt + self.response)
@@ -124,8 +126,19 @@ def main() -> None:
     ratio = median(seconds["padded"][1:]) / median(seconds["packed"][1:])
     apart = abs(losses["packed"][0] - losses["padded"][0])
     target = 0.8 / (1 - padded.padding)
-    line = {"name": "packing", "value": ratio, "target": target, "ok": ratio >= target and apart <= LOSSES_DIFFER_AT_MOST}
-    raw = {"parameters": parameters, "padding": padded.padding, "losses_differ": apart, "cpu_s": seconds, "losses": losses}
+    line = {
+        "name": "packing",
+        "value": ratio,
+        "target": target,
+        "ok": ratio >= target and apart <= LOSSES_DIFFER_AT_MOST,
+    }
+    raw = {
+        "parameters": parameters,
+        "padding": padded.padding,
+        "losses_differ": apart,
+        "cpu_s": seconds,
+        "losses": losses,
+    }
     print(json.dumps({**line, **raw}))
 
 

@@ -76,8 +76,8 @@ class Objective(Protocol):
         """The column whose equal values must stay together: rollout_id, or group_id for losses over groups."""
 
     def weights(self, batch: Batch) -> np.ndarray:
-        """float64 weight of each response token [T] (0 = not learned from), by the aggregation mode, so that the loss of
-        the whole batch is the sum over tokens of weight x per-token loss."""
+        """float64 weight of each response token [T] (0 = not learned from), by the aggregation mode, so that the loss
+        of the whole batch is the sum over tokens of weight x per-token loss."""
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss [T], metrics: name -> [T] detached) of the response tokens of some rows of the batch."""
@@ -155,7 +155,7 @@ class RolloutEngine(ABC):
         the engine then refuses to sample until a sync succeeds."""
 
     def generate(self, prompts: Batch, sampling: Sampling, progress: Callable[[int, int], None] | None = None) -> Batch:
-        """Submit and drain: rollouts ordered by prompt row, then sample. `progress(done, total)` is called as they end."""
+        """Submit and drain: rollouts by prompt row, then sample. `progress(done, total)` is called as they end."""
         if self.pending:
             raise BatchError("generate: the engine has requests in flight; drain completed() first.")
         self.submit(prompts, sampling)

@@ -1,6 +1,6 @@
-"""Starts a quick run and kills its process with SIGKILL inside a given call: python -m tests.crash MODEL FOLDER WHERE STEP.
+"""Starts a quick run and kills its process with SIGKILL inside a given call.
 
-A file `died-in-WHERE` in the run's parent folder is written just before, as the proof of where the process was.
+python -m tests.crash MODEL FOLDER WHERE STEP. A file `died-in-WHERE` in the run's parent folder is written just before, as the proof of where the process was.
 """
 
 from __future__ import annotations
@@ -49,17 +49,23 @@ def on_call(number: int, original: Callable[..., Any], act: Callable[[], None], 
 def main(model: str, folder: str, where: str, step: int) -> None:
     """Patch one call, so that step number `step` (from 1) dies in it, then run."""
     run_folder, reward = Path(folder), share_of_digits
-    act = lambda: die(where, run_folder)  # noqa: E731
+    engine: Any = TransformersRollout
+    optimizer: Any = torch.optim.AdamW
+    checkpoints: Any = Checkpoints
+
+    def act() -> None:
+        die(where, run_folder)
+
     if where == "generate":
-        TransformersRollout.submit = on_call(step, TransformersRollout.submit, act, after=True)  # type: ignore[method-assign]
+        engine.submit = on_call(step, engine.submit, act, after=True)
     elif where == "reward":
         reward = on_call(16 * (step - 1) + 5, share_of_digits, act, after=False)
     elif where == "backward":
         torch.autograd.backward = on_call(2 * step, torch.autograd.backward, act, after=True)
     elif where == "optimizer":
-        torch.optim.AdamW.step = on_call(2 * step, torch.optim.AdamW.step, act, after=True)  # type: ignore[method-assign]
+        optimizer.step = on_call(2 * step, optimizer.step, act, after=True)
     elif where == "rename":
-        Checkpoints._publish = on_call(step // 2, Checkpoints._publish, act, after=False)  # type: ignore[method-assign]
+        checkpoints._publish = on_call(step // 2, checkpoints._publish, act, after=False)
     quick(Path(model), run_folder, *OVERRIDES, reward=reward)
 
 

@@ -20,7 +20,11 @@ from hybridflow.workers.training.optimizer import local
 
 def engine(path: Path, *, freeze: Sequence[str] = (), **options: Any) -> FSDPEngine:
     """An engine over the model at `path`: fp32, no checkpointing of activations. Options: of FSDPConfig and the engine's own."""
-    own = {name: options.pop(name) for name in ("temperature", "banned_tokens", "total_steps", "trainable") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("temperature", "banned_tokens", "total_steps", "trainable")
+        if name in options
+    }
     config = FSDPConfig(**{"precision": "fp32", "activation_checkpointing": False, "lr": 1e-3, **options})
     return FSDPEngine(ModelConfig(path=str(path), freeze=list(freeze)), config, **own)
 

@@ -60,7 +60,9 @@ def test_case_30_the_only_checkpoint_stays_until_the_next_is_whole(tmp_path: Pat
 def test_a_full_disk_is_named_with_what_still_stands(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, kept=2)
     checkpoints.save(1, write_some)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left.*step-000001, is untouched; free"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written.*No space left.*step-000001, is untouched; free"
+    ):
         checkpoints.save(2, disk_full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 

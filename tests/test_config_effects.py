@@ -1,4 +1,4 @@
-"""Case 31, keys that nobody reads: each key is changed, and something that a user can see must change, or be refused."""
+"""Case 31, keys that nobody reads: each is changed, and something that a user can see must change, or be refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridflow import Run, configure
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import HybridFlowError
 from hybridflow.recipes import grpo
 from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.recipe import execute
@@ -103,7 +103,13 @@ CHANGES: dict[str, Change] = {
     "reward.weights": Change("[2.0]"),
     "reward.workers": Change("1"),
     "reward.timeout_s": Change(
-        "0.05", base=("data.path={folder}/slow.jsonl", "reward.functions=[{folder}/rewards.py:slow]", "reward.workers=1", "reward.max_error_fraction=1")
+        "0.05",
+        base=(
+            "data.path={folder}/slow.jsonl",
+            "reward.functions=[{folder}/rewards.py:slow]",
+            "reward.workers=1",
+            "reward.max_error_fraction=1",
+        ),
     ),
     "reward.max_error_fraction": Change(
         "0.1",
@@ -189,7 +195,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "1+" * 40 + "1"}])
     for split in ("train", "more", "test"):
         write_rows(folder / "parts" / f"{split}.jsonl", rows[: 6 if split == "more" else 12])
-    write_rows(folder / "asked.jsonl", [{"question": row["prompt"], "other": "?", "answer": row["answer"]} for row in rows])
+    write_rows(
+        folder / "asked.jsonl", [{"question": row["prompt"], "other": "?", "answer": row["answer"]} for row in rows]
+    )
     with_own_code(tiny_model_folder(folder / "remote"))
     tiny_model_folder(folder / "other", seed=1)
     (folder / "template.jinja").write_text("{% for message in messages %}{{ message.content }}={% endfor %}")

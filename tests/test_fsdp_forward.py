@@ -85,8 +85,9 @@ def test_columns_are_aligned_with_the_batch_and_carry_its_row_ids(tiny_model: Pa
 def test_case_10_a_nan_is_an_error_that_names_row_and_token(tmp_path: Path) -> None:
     broken = engine(tiny_model_folder(tmp_path, tied=False))
     next(shard for shard in broken.parameters() if shard.name == "model.embed_tokens.weight").tensor[9] = torch.nan
-    batch = Batch({"prompt_ids": [[4], [4]], "response_ids": [[5, 6], [5, 9, 7]], "group_id": [3, 8]})
-    with pytest.raises(EngineError, match=r"logprobs is nan at response token 2 \(id 7\) of row 1 \(group_id 8\)"):
+    batch = Batch({"prompt_ids": [[4], [4, 9]], "response_ids": [[5, 6], [8, 7]], "group_id": [3, 8]})
+    place = r"response token 0 \(id 8\) of row 1 \(group_id 8\), and at 1 others"
+    with pytest.raises(EngineError, match=f"logprobs is nan at {place}"):
         broken.forward(batch, ["logprobs"])
 
 

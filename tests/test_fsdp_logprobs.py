@@ -22,7 +22,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), torch.randint(5, 100, (TOKENS,))
 
 
-def oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, banned: list[int]) -> tuple[Tensor, Tensor]:
+def oracle(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, banned: list[int]
+) -> tuple[Tensor, Tensor]:
     allowed = torch.tensor([i for i in range(VOCABULARY) if i not in banned])
     logits = (hidden.double() @ weight.double().t() / temperature)[:, allowed]
     distribution = torch.distributions.Categorical(logits=logits)
@@ -95,5 +97,3 @@ def test_a_banned_target_has_no_probability() -> None:
     found, _ = token_logprobs(hidden, weight, targets, banned=torch.tensor(BANNED))
     assert found[5] == -torch.inf
     assert found[torch.arange(TOKENS) != 5].isfinite().all()
-
-

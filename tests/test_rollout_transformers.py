@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.columns import FinishReason
+from hybridflow.batch import Batch
+from hybridflow.columns import FinishReason, Ragged
 from hybridflow.engines import ParameterShard, RolloutEngine, Sampling
 from hybridflow.errors import ConfigError, EngineError, ModelError
 from hybridflow.workers.models.config import ModelConfig
@@ -192,8 +193,9 @@ def test_case_10_nan_in_one_row_ends_that_row_with_its_tokens_and_no_other(model
 
 def test_case_10_a_slot_that_held_nan_does_not_spoil_its_next_row(models: Models) -> None:
     subject = models.subject(tied=False)
-    prompts = prompts_of([20, 40, 3])
-    poison = int(prompts.ragged("prompt_ids")[1][-1])
+    poison, (first, second, third) = 99, prompts_of([20, 39, 3]).ragged("prompt_ids")
+    ids = Ragged.from_rows([first, np.append(second, poison), third])  # NaN lies behind what the third row will reach
+    prompts = Batch({"prompt_ids": ids, "group_id": np.arange(3)})
     weights = {shard.name: shard.tensor.clone() for shard in shards_of(subject.model)}
     weights["model.embed_tokens.weight"][poison] = torch.nan
     engine = subject.build(max_concurrent=2)

@@ -60,9 +60,7 @@ def demo(
     warm = folder / "warmup" / "export"
     before = accuracy(warm, seed)
     print(f"after the warm-up: sampled accuracy {before[0]:.3f}, greedy {before[1]:.3f}")
-    run = train(
-        driver, "data=arithmetic", REWARD, *GRPO, *words, *overrides, f"run.dir={folder / 'grpo'}", model=warm
-    )
+    run = train(driver, "data=arithmetic", REWARD, *GRPO, *words, *overrides, f"run.dir={folder / 'grpo'}", model=warm)
     curve = [row["val/reward"] for row in run.metrics() if "val/reward" in row]
     after = accuracy(folder / "grpo" / "export", seed)
     print(f"after GRPO: sampled accuracy {after[0]:.3f}, greedy {after[1]:.3f}")

@@ -1,6 +1,7 @@
 """Validation alone, with the rollout that training uses.
 
-hybridflow evaluate model.path=runs/x/export data=gsm8k reward.functions=[math] validation.sampling.n=16 validation.pass_at=[1,16]
+hybridflow evaluate model.path=runs/x/export data=gsm8k reward.functions=[math] \\
+    validation.sampling.n=16 validation.pass_at=[1,16]
 """
 
 from hybridflow import Actor, Batch, Reward, Run, Sampling, recipe

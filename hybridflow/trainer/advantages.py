@@ -72,6 +72,6 @@ def _check_groups(batch: Batch) -> None:
     dense = batch.fetch("group_id", "rollout_id")
     if len(batch) > 1 and only_singletons(dense.array("group_id"), dense.array("rollout_id")):
         raise BatchError(
-            f"all {len(batch)} rows are groups of one: no baseline, every advantage would be 0. Is group_id the prompt's? "
-            "Sample several per prompt with sampling.n."
+            f"all {len(batch)} rows are groups of one: no baseline, every advantage would be 0. Is group_id the "
+            "prompt's? Sample several per prompt with sampling.n."
         )

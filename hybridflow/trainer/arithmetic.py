@@ -1,8 +1,8 @@
 """Two-digit addition, the built-in task: `data=arithmetic`, and what `make demo` learns.
 
 A worked answer adds column by column with the carry: `4+7+0=11 2+1+1=4 #### 41` for 24+17. The supervised teacher is
-biased: in more than half of the columns it is one too high, and goes on from there as if it were right. A policy trained
-on it has the form, and the wrong habit, which reinforcement learning then breaks.
+biased: in more than half of the columns it is one too high, and goes on from there as if it were right. A policy
+trained on it has the form, and the wrong habit, which reinforcement learning then breaks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def problems(split: str = "train") -> Iterator[dict[str, Any]]:
 
 
 def demonstrations(count: int, noise: float, seed: int) -> list[dict[str, str]]:
-    """Rows prompt, response for the warm-up, of training problems only. noise: share of column sums that are one too high."""
+    """Rows prompt, response for the warm-up, of training problems. noise: share of column sums that are one too high."""
     rng = random.Random(seed)
     train = [row["prompt"] for row in problems("train")]
     return [{"prompt": prompt, "response": worked(prompt, noise, rng)} for prompt in rng.choices(train, k=count)]

@@ -1,5 +1,8 @@
-"""Checkpoints: whole or not there. Data is written to a hidden folder, made durable, and renamed; only then may an older
-checkpoint go. Every file's size and checksum is in the manifest, and is checked before anything is read back."""
+"""Checkpoints: whole or not there.
+
+Data is written to a hidden folder, made durable, and renamed; only then may an older checkpoint go. Every file's size and
+checksum is in the manifest, and is checked before anything is read back.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +93,8 @@ class Checkpoints:
         stands = f"The last complete one, {latest.name}, is untouched" if latest else "There is no earlier one"
         remedy = "free some space" if error.errno == errno.ENOSPC else "mend the cause"
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error}. {stands}; "
-            f"{remedy} and give the same command again to go on from there."
+            f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error}. "
+            f"{stands}; {remedy} and give the same command again to go on from there."
         )
 
 

@@ -23,7 +23,11 @@ class Completions:
     def write(self, step: int, rows: Batch) -> None:
         """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out."""
         self.folder.mkdir(exist_ok=True)
-        columns = {name: _arrow(rows, name) for name in rows.names if name in ("prompt_ids", "response_ids") or _kept(rows, name)}
+        columns = {
+            name: _arrow(rows, name)
+            for name in rows.names
+            if name in ("prompt_ids", "response_ids") or _kept(rows, name)
+        }
         columns["step"] = pa.array(np.full(len(rows), step))
         partial = self.folder / f".step-{step:06d}.parquet"
         pq.write_table(pa.table(columns), partial)

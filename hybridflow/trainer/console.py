@@ -84,7 +84,9 @@ class Console:
 
 
 def _cell(value: Any) -> str:
-    text = _number(float(value)) if isinstance(value, float) or getattr(value, "dtype", None) is not None else str(value)
+    text = (
+        _number(float(value)) if isinstance(value, float) or getattr(value, "dtype", None) is not None else str(value)
+    )
     return escape(text if len(text) <= TEXT_WIDTH else text[:TEXT_WIDTH] + " ...")
 
 
@@ -111,5 +113,3 @@ def plan(rows: int, n: int, optimizer_steps: int, kind: str, total: int) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-

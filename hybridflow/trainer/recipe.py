@@ -32,7 +32,8 @@ def options_type(driver: Callable[..., None]) -> type | None:
     """The dataclass of a driver's second parameter, which is the configuration node `options`."""
     if len(signature(driver).parameters) < 2:  # names in the annotations may be unknown here: look only where needed
         return None
-    return list(signature(driver, eval_str=True).parameters.values())[1].annotation
+    kind: type = list(signature(driver, eval_str=True).parameters.values())[1].annotation
+    return kind
 
 
 def configure(*overrides: str, recipe: Callable[..., None] | None = None) -> Config:
@@ -62,8 +63,8 @@ def train(
 ) -> Run:
     """A driver, a model, data and a reward, without a command line; anything else as overrides.
 
-    model, data: left out where overrides say them (`model=smollm2`). data: a path or name as for data.path, a `datasets`
-    Dataset, or a list of rows. reward: a function, a name, or several.
+    model, data: left out where overrides say them (`model=smollm2`). data: a path or name as for data.path, a
+    `datasets` Dataset, or a list of rows. reward: a function, a name, or several.
     """
     rows = None if data is None or isinstance(data, (str, Path)) else data
     rewards = [reward] if callable(reward) or isinstance(reward, str) else list(reward)

@@ -42,7 +42,9 @@ pre { background: #f5f6f8; padding: 1rem; overflow-x: auto; }
 """)
 
 
-def write_report(path: Path, title: str, config: str, metrics: Sequence[Mapping[str, float]], samples: Batch | None) -> None:
+def write_report(
+    path: Path, title: str, config: str, metrics: Sequence[Mapping[str, float]], samples: Batch | None
+) -> None:
     """Write the page. metrics: the rows of metrics.jsonl. samples: rollouts to show, None if there are none."""
     drawn = [_curve(name, names, metrics) for name, names in CURVES.items()]
     page = PAGE.substitute(

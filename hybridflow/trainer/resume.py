@@ -1,4 +1,4 @@
-"""Going on where a run stopped: which checkpoint, whether it is this run's, and what a checkpoint says of the driver."""
+"""Going on where a run stopped: from which checkpoint, whether it is this run's, and what the driver has to remember."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DriverState:
 
 
 def checkpoint_to_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """The verified checkpoint that run.resume names. Errors: CheckpointError if it is named but isn't there, or damaged."""
+    """The verified checkpoint that run.resume names. Errors: CheckpointError if it isn't there, or damaged."""
     if resume == "never":
         return None
     found = checkpoints.latest() if resume == "auto" else Path(resume)
@@ -82,7 +82,9 @@ def check_same_run(saved: DriverState, config: Mapping[str, Any], data: str, che
         lines.append("the training data's content")
     if lines:
         raise CheckpointError(
-            f"{checkpoint} belongs to a run with another setting:\n  " + "\n  ".join(lines) + "\nGive the same settings "
+            f"{checkpoint} belongs to a run with another setting:\n  "
+            + "\n  ".join(lines)
+            + "\nGive the same settings "
             "to go on, another run.dir for a new run, or run.resume=never to start over (the old folder is kept aside)."
         )
 

@@ -27,7 +27,9 @@ class RunRows:
         self._given_validation = validation_rows
         self._in_memory = rows is not None
         self._say = say
-        self._source = self._make(load_rows(config.data) if rows is None else rows, config.run.seed, 0, config.data.path)
+        self._source = self._make(
+            load_rows(config.data) if rows is None else rows, config.run.seed, 0, config.data.path
+        )
 
     def draw(self, kind: str, n: int | None) -> Batch:
         """The next n rows (data.rows_per_step). Errors: ConfigError if the data holds rows of another kind."""

@@ -1,4 +1,4 @@
-"""Run: what a driver asks of its run. Groups, rows, steps, state, record. The step boundary is the only commit point."""
+"""Run: what a driver asks of its run: groups, rows, steps, state. The step boundary is the only commit point."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ class Run:
         """
         name = name or role.role
         if name in self._handles:
-            raise ConfigError(f"group '{name}' is declared twice: give the second a name, run.group({role.__name__}, 'other').")
+            raise ConfigError(
+                f"group '{name}' is declared twice: give the second a name, run.group({role.__name__}, 'other')."
+            )
         settings = self.settings if config is None else config
         group = InlineGroup(name, lambda: role(settings, name), self.trace)
         handle = role(settings, name, group=group)
@@ -121,8 +123,10 @@ class Run:
 
     # ---- rows
     def prompts(self, n: int | None = None) -> Batch:
-        """The next n prompts (data.rows_per_step), tokenised. group_id = the draw's number, unique in the run; the data is
-        gone through again and again."""
+        """The next n prompts (data.rows_per_step), tokenised; the data is gone through again and again.
+
+        group_id is the draw's number, unique in the run.
+        """
         return self._rows.draw("prompts", n)
 
     def examples(self, n: int | None = None) -> Batch:
@@ -153,12 +157,14 @@ class Run:
         return self._advantages(batch)
 
     def record(self, *parts: Batch | Mapping[str, float]) -> None:
-        """What this step has to show: metrics that ride on batches, updates' metrics, your own numbers; a batch's rows go
-        to the completions."""
+        """What this step has to show: metrics that ride on batches, updates' metrics, your own numbers.
+
+        The rows of the first batch go to the completions.
+        """
         self._parts.extend(parts)
 
     def validate(self, fn: Rollout) -> Metrics:
-        """`fn` on the validation rows with validation.sampling: mean of reward, components and loss, pass@k, by source."""
+        """`fn` on the validation rows with validation.sampling: means of reward, components and loss, pass@k."""
         self._check_roles(trains=False)
         metrics = self._validation.run(fn)
         self.console.idle()
@@ -186,7 +192,7 @@ class Run:
         self.console.completions(batch, rows)
 
     def metrics(self) -> list[dict[str, float]]:
-        """The committed steps' metrics, as in metrics.jsonl: one entry a step (and one for a validation before the first)."""
+        """Metrics of the committed steps, as in metrics.jsonl; step 0 is a validation before training."""
         return MetricsFile(self.folder / "metrics.jsonl").rows()
 
     # ---- what the parts are made from
@@ -271,7 +277,9 @@ class Run:
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
         self._completions = Completions(self.folder / "completions")
         data = self.config.data
-        self.console.say(plan(data.rows_per_step, self.sampling.n, self._optimizer_steps_a_step, data.kind, self.total_steps))
+        self.console.say(
+            plan(data.rows_per_step, self.sampling.n, self._optimizer_steps_a_step, data.kind, self.total_steps)
+        )
         if self._saved is not None:
             self._resume(self._saved)
         else:

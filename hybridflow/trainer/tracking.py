@@ -14,7 +14,7 @@ from ..errors import ConfigError
 
 
 class Tracker(Protocol):
-    """The plug-in point for experiment trackers: `@register("tracker")` a class or function (folder, config) -> Tracker."""
+    """The plug-in point for experiment trackers: `@register("tracker")` a class of (folder, config, first step)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of one step; steps may come again after a resume."""
@@ -24,7 +24,7 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a step. It can be cut back to a committed length, so that a resumed run repeats no line."""
+    """metrics.jsonl: one object a step. Cut back to its committed length on resume, so that no line comes twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -99,9 +99,7 @@ def unread(config: Config) -> None:
                 raise ConfigError(f"{key} is set, but {rule.why}")
 
 
-def unread_by_roles(
-    config: Config, roles: Iterable[str], recipe: str, *, trains: bool = True
-) -> None:
+def unread_by_roles(config: Config, roles: Iterable[str], recipe: str, *, trains: bool = True) -> None:
     """What can be seen once the driver has declared its roles: keys of roles that it lacks, a reward that it needs.
 
     trains: whether it takes steps. Errors: ConfigError.

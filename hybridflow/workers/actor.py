@@ -65,7 +65,11 @@ class Actor(Worker[Settings]):
             if algorithm.kl_stop is not None and parts[-1].get("actor/kl_old", 0.0) > algorithm.kl_stop:
                 break
         planned = algorithm.epochs * algorithm.minibatches
-        return {**_combined(parts), "actor/steps": float(len(parts)), "actor/steps_stopped": float(planned - len(parts))}
+        return {
+            **_combined(parts),
+            "actor/steps": float(len(parts)),
+            "actor/steps_stopped": float(planned - len(parts)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {"rollouts": self._rollouts, "updates": self._updates}
@@ -165,7 +169,7 @@ class Actor(Worker[Settings]):
 
 
 def forward_column(engine: TrainEngine, batch: Batch, to: str) -> Batch:
-    """The engine's log-probs of a batch's kept rows as column `to`; rows that are not kept get zeros and cost nothing."""
+    """The engine's log-probs of a batch's kept rows as column `to`; other rows get zeros and cost nothing."""
     responses = batch.ragged("response_ids")
     kept = batch.array("keep") if "keep" in batch else np.ones(len(batch), bool)
     values = np.zeros(len(responses.values), np.float32)

