@@ -1,6 +1,7 @@
 """Starts a quick run and kills its process with SIGKILL inside a given call.
 
-python -m tests.crash MODEL FOLDER WHERE STEP. A file `died-in-WHERE` in the run's parent folder is written just before, as the proof of where the process was.
+python -m tests.crash MODEL FOLDER WHERE STEP. A file `died-in-WHERE` in the run's parent folder is written just before,
+as the proof of where the process was.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hybridflow.workers.training.optimizer import local
 
 
 def engine(path: Path, *, freeze: Sequence[str] = (), **options: Any) -> FSDPEngine:
-    """An engine over the model at `path`: fp32, no checkpointing of activations. Options: of FSDPConfig and the engine's own."""
+    """An engine over the model at `path`, in fp32, that keeps activations. options: those of FSDPConfig and its own."""
     own = {
         name: options.pop(name)
         for name in ("temperature", "banned_tokens", "total_steps", "trainable")

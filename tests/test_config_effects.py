@@ -301,7 +301,7 @@ def test_every_key_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(CHANGES))
-def test_changing_a_key_has_an_effect_or_is_refused(
+def test_case_31_changing_a_key_has_an_effect_or_is_refused(
     key: str, folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = CHANGES[key]

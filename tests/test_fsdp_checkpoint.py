@@ -80,7 +80,7 @@ def test_the_checkpoint_of_another_model_is_refused(checkpoint: Path, tmp_path: 
     with pytest.raises(CheckpointError, match="checkpoint"):
         wider.load(checkpoint)
     deeper = engine(tiny_model_folder(tmp_path / "deeper", layers=3))
-    with pytest.raises(CheckpointError, match="model.layers.2"):
+    with pytest.raises(CheckpointError, match=r"model.layers.2"):
         deeper.load(checkpoint)
 
 

@@ -118,9 +118,9 @@ def test_precision_auto_is_fp32_on_a_cpu(tiny_model: Path) -> None:
 
 
 def test_flash_attention_on_a_cpu_is_a_configuration_error(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="model.attention=flash needs an accelerator"):
+    with pytest.raises(ConfigError, match=r"model.attention=flash needs an accelerator"):
         FSDPEngine(ModelConfig(path=str(tiny_model), attention="flash"), FSDPConfig())
-    with pytest.raises(ConfigError, match="model.attention=flesh.*Did you mean flash?"):
+    with pytest.raises(ConfigError, match=r"model.attention=flesh.*Did you mean flash?"):
         FSDPEngine(ModelConfig(path=str(tiny_model), attention="flesh"), FSDPConfig())
 
 

@@ -110,8 +110,9 @@ def test_a_folder_that_is_no_model_says_what_is_missing(
     assert "\n" not in str(raised.value)
 
 
-def test_a_name_that_no_hub_knows_is_an_error_with_its_cause() -> None:
-    with pytest.raises(ModelError, match="no folder here, so it was looked up on the hub. OSError"):
+def test_a_name_that_no_hub_knows_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"no folder here, so it was looked up on the hub. OSError"):
         load_causal_lm("nobody/nothing", ModelConfig(path="nobody/nothing"), torch.float32)
     with pytest.raises(ModelError, match="no tokenizer could be loaded"):
         load_tokenizer(ModelConfig(path="nobody/nothing"))

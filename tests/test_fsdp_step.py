@@ -118,7 +118,9 @@ def test_rejected_rows_and_unsampled_tokens_carry_no_gradient_and_cost_nothing(t
     without_them, alone = gradients(trainer, BATCH.take(np.flatnonzero(learned)), clipped())
     assert same(with_them, without_them)
     assert metrics == alone
-    assert metrics["tokens"] == sum(mask.sum() for mask, keep in zip(BATCH["response_mask"], BATCH["keep"]) if keep)
+    assert metrics["tokens"] == sum(
+        mask.sum() for mask, keep in zip(BATCH["response_mask"], BATCH["keep"], strict=True) if keep
+    )
 
 
 def test_what_a_masked_token_holds_does_not_matter(trainer: FSDPEngine) -> None:
@@ -322,9 +324,9 @@ def test_any_schedule_without_options_of_its_own_is_known(name: str, tiny_model:
 
 
 def test_an_unknown_schedule_or_one_without_its_length_is_a_configuration_error(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="lr_schedule=cosin: it is one of linear, cosine, .*Did you mean cosine?"):
+    with pytest.raises(ConfigError, match=r"lr_schedule=cosin: it is one of linear, cosine, .*Did you mean cosine?"):
         engine(tiny_model, lr_schedule="cosin")
-    with pytest.raises(ConfigError, match="lr_schedule=cosine over None steps: .*num_training_steps"):
+    with pytest.raises(ConfigError, match=r"lr_schedule=cosine over None steps: .*num_training_steps"):
         engine(tiny_model, lr_schedule="cosine")
 
 

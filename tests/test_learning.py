@@ -50,7 +50,7 @@ def test_grpo_with_permuted_rewards_does_not(tiny_model: Path, tmp_path: Path) -
     assert gain(tmp_path / "run") < 0.2
 
 
-def test_a_batch_is_counted_in_prompts_and_rollouts_by_name(tiny_model: Path, tmp_path: Path) -> None:
+def test_case_32_a_batch_is_counted_in_prompts_and_rollouts_by_name(tiny_model: Path, tmp_path: Path) -> None:
     run = quick(tiny_model, tmp_path / "run", "run.steps=1")
     rows: Batch = run.last_rows
     assert len(rows) == 16 and len(set(rows["group_id"])) == 4

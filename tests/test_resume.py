@@ -22,7 +22,7 @@ def uninterrupted(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_the_same_seed_repeats_bit_for_bit_and_another_does_not(
+def test_case_11_the_same_seed_repeats_bit_for_bit_and_another_does_not(
     tiny_model: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     quick(tiny_model, tmp_path / "same", *OVERRIDES)

@@ -32,7 +32,7 @@ def problems(split: str = "train") -> Iterator[dict[str, Any]]:
 
 
 def demonstrations(count: int, noise: float, seed: int) -> list[dict[str, str]]:
-    """Rows prompt, response for the warm-up, of training problems. noise: share of column sums that are one too high."""
+    """Rows prompt, response for the warm-up, none held out. noise: share of column sums that are one too high."""
     rng = random.Random(seed)
     train = [row["prompt"] for row in problems("train")]
     return [{"prompt": prompt, "response": worked(prompt, noise, rng)} for prompt in rng.choices(train, k=count)]

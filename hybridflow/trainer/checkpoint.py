@@ -1,7 +1,7 @@
 """Checkpoints: whole or not there.
 
-Data is written to a hidden folder, made durable, and renamed; only then may an older checkpoint go. Every file's size and
-checksum is in the manifest, and is checked before anything is read back.
+Data is written to a hidden folder, made durable, and renamed; only then may an older checkpoint go. Every file's size
+and checksum is in the manifest, and is checked before anything is read back.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class Console:
         self.idle()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """One line, out at once also where the output is a file."""
         self._rich.print(escape(text))
+        self._rich.file.flush()
 
     def waiting(self, what: str) -> None:
         """Name what is being waited for, until the next line."""

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: from which checkpoint, whether it is this run's, and what the driver has to remember."""
+"""Going on where a run stopped: from which checkpoint, whether it is this run's, what the driver has to remember."""
 
 from __future__ import annotations
 

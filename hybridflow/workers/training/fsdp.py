@@ -31,9 +31,10 @@ from .config import FSDPConfig
 from .optimizer import Optimization, freeze
 from .packing import DUMMY, Ints, PackedRows, micro_batches, pack
 from .policy import packed_policy, to_device
-from .sharding import most, reshard, shard, shard_of, sum_over_ranks, whole_batch
+from .sharding import gathering, most, shard, shard_of, sum_over_ranks, whole_batch
 
 OUTPUTS = ("logprobs", "entropy")
+INPUTS = ("prompt_ids", "response_ids", "response_mask")
 WEIGHT_COLUMNS = ("response_mask", "keep", "rollout_id", "group_id")
 
 
@@ -101,14 +102,14 @@ class FSDPEngine(TrainEngine):
         scored = np.flatnonzero(_tokens_per_row(_sampled(batch)))
         columns = {name: np.zeros(len(responses.values), np.float32) for name in outputs}
         position = responses.with_values(np.arange(len(responses.values)))
-        with torch.no_grad():
-            for part in self._micro_batches(batch.take(scored)):
+        read = _only(batch, INPUTS)
+        with torch.no_grad(), gathering(self._policy):
+            for part in self._micro_batches(read.take(scored)):
                 rows = scored[part]
-                found = self._score(pack(batch.take(rows)) if len(part) else DUMMY, "entropy" in outputs)
+                found = self._score(pack(read.take(rows)) if len(part) else DUMMY, "entropy" in outputs)
                 if len(part):
                     for name, column in columns.items():
                         column[position.take(rows).values] = found[name].cpu().numpy()
-        reshard(self._policy)
         for name, column in columns.items():
             _check_finite(batch, name, column)
         return Batch({name: responses.with_values(column) for name, column in columns.items()}, batch.ids)
@@ -118,14 +119,14 @@ class FSDPEngine(TrainEngine):
         weights = self._weights(batch, objective)
         rows = np.flatnonzero(_tokens_per_row(weights))
         losses = np.full(len(batch), np.nan, np.float32)
-        with torch.no_grad():
-            for part in self._micro_batches(batch.take(rows), objective.unit):
-                learned = self._run(batch.take(rows[part]), weights.take(rows[part]), objective)
+        read = _only(batch, (*INPUTS, objective.unit, *objective.columns))
+        with torch.no_grad(), gathering(self._policy):
+            for part in self._micro_batches(read.take(rows), objective.unit):
+                learned = self._run(read.take(rows[part]), weights.take(rows[part]), objective)
                 if learned is not None:
                     row = _row_of_token(weights.take(rows[part]))[learned.tokens]
                     sums = np.bincount(row, learned.losses.cpu().numpy(), len(part))
                     losses[rows[part]] = sums / np.bincount(row, minlength=len(part))
-        reshard(self._policy)
         return Batch({"loss": losses}, batch.ids)
 
     # ---- learning
@@ -139,22 +140,21 @@ class FSDPEngine(TrainEngine):
         optimization = self._trained()
         weights = self._weights(batch, objective)
         rows = np.flatnonzero(_tokens_per_row(weights))
-        parts = self._micro_batches(batch.take(rows), objective.unit)
+        read = _only(batch, (*INPUTS, objective.unit, *objective.columns))
+        parts = [rows[part] for part in self._micro_batches(read.take(rows), objective.unit)]
         if not parts:
             return {"skipped": 1.0, "tokens": 0.0, "microbatches": 0.0}
-        try:
-            done = [self._learn(batch.take(rows[part]), weights.take(rows[part]), objective) for part in parts]
+        with optimization.gradients():
+            with gathering(self._policy):
+                done = [self._learn(read.take(part), weights.take(part), objective) for part in parts]
             totals = sum_over_ranks(_totals([learned for learned in done if learned is not None]))
             norm = optimization.gradient_norm()
             if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
                 raise EngineError(
                     f"optimizer step {optimization.steps + 1}: loss {totals['loss']:.4g}, gradient norm {norm:.4g}; "
-                    f"{_blame(batch, [rows[part] for part in parts], done)} The weights are those of before."
+                    f"{_blame(batch, parts, done)} The weights are those of before."
                 )
             lr = optimization.step(norm)
-        finally:
-            optimization.zero_grad()
-            reshard(self._policy)
         return self._metrics(totals, len(parts), norm, lr)
 
     def _learn(self, rows: Batch, weights: Ragged, objective: Objective) -> Learned | None:
@@ -181,7 +181,7 @@ class FSDPEngine(TrainEngine):
         learned = np.flatnonzero(weights.values)
         at = torch.from_numpy(learned).to(self._device)
         weight = torch.from_numpy(weights.values[learned]).to(self._device, losses.dtype)
-        losses = losses[at]
+        losses = losses.index_select(0, at)
         return Learned(
             loss=(losses * weight).sum(),
             losses=losses.detach(),
@@ -211,7 +211,7 @@ class FSDPEngine(TrainEngine):
     def _columns(self, rows: Batch, names: Sequence[str]) -> dict[str, Tensor]:
         """The columns there are of `names`, and what every objective may ask for."""
         responses = rows.ragged("response_ids")
-        tensors = rows.select(*(name for name in names if name in rows)).to_torch()
+        tensors = _only(rows, names).to_torch()
         tensors["response_mask"] = torch.from_numpy(_sampled(rows).values.copy())
         tensors["lengths"] = torch.from_numpy(responses.lengths)
         tensors["row_of_token"] = torch.from_numpy(_row_of_token(responses))
@@ -251,6 +251,11 @@ class FSDPEngine(TrainEngine):
     def export(self, folder: Path) -> None:
         """Weights are in the dtype that the folder they came from had."""
         checkpoint.export(folder, self._policy.lm.named_parameters(), self._model, self._path)
+
+
+def _only(batch: Batch, names: Sequence[str]) -> Batch:
+    """The columns there are of these."""
+    return batch.select(*(name for name in dict.fromkeys(names) if name in batch))
 
 
 def _sampled(batch: Batch) -> Ragged:

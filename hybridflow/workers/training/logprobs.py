@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 * 2**20
-"""Size of one chunk's float32 logits."""
+"""Size of one chunk's float32 logits: what a CPU's caches bear."""
+ACCELERATOR_CHUNK_BYTES = 256 * 2**20
+"""The same where it has to keep an accelerator busy."""
 CHUNK_TOKENS = 128
 """Tokens of a chunk at least, whatever the vocabulary: below that the matrix products wait for memory."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -73,9 +74,13 @@ class Optimization:
         self.steps += 1
         return lr
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self._optimizer.zero_grad()
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Gradients add up inside, and are forgotten after it, whatever happened."""
+        try:
+            yield
+        finally:
+            self._optimizer.zero_grad()
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """All that is saved as tensors, live: parameters, and the moments of those that are trained."""

@@ -16,14 +16,12 @@ from transformers.core_model_loading import WeightConverter
 
 from ...batch import Batch
 from ...columns import offsets_of
-from ...device import is_accelerated
 from ...errors import ModelError
 from .attention import PACKED, Segments
-from .logprobs import token_logprobs
+from .logprobs import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES, token_logprobs
 from .packing import PackedRows, pack
 
-CHUNK_BYTES = 2**25 if not is_accelerated() else 2**28
-"""Logits of one chunk of tokens: on a CPU as much as its caches bear, on an accelerator what keeps it busy."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 PROBE = Batch({"prompt_ids": [[1, 2, 3], [4]], "response_ids": [[4, 5], [3, 2]]})
 """Two rows on which the packed forward must agree with the model's own."""
 
@@ -76,7 +74,7 @@ class PolicyModel(nn.Module):
         lm.set_attn_implementation(PACKED)
         if checkpointing:
             for layer in self.layers():
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
@@ -93,13 +91,13 @@ class PolicyModel(nn.Module):
     def forward(self, rows: PackedTensors, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """float32 (log-probs [R], entropies [R] or None) of all response tokens; 0 for those that are not scored."""
         logprobs, entropies = token_logprobs(
-            self.hidden(rows)[rows.read],
+            self.hidden(rows).index_select(0, rows.read),
             self.lm.get_output_embeddings().weight,
             rows.targets,
             temperature=self.temperature,
             banned=self.banned,
             entropy=entropy,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=CHUNK_BYTES if rows.read.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES,
         )
         return _spread(logprobs, rows), None if entropies is None else _spread(entropies, rows)
 
@@ -132,6 +130,9 @@ def _check_structure(lm: Any) -> None:
     others = set(getattr(lm.config, "layer_types", None) or ()) - {"full_attention"}
     if others:
         raise ModelError(f"{name} has layers of type {', '.join(sorted(others))}; only full_attention can be packed.")
+    rope = (getattr(lm.config, "rope_parameters", None) or {}).get("rope_type")
+    if rope in LENGTH_DEPENDENT_ROPE:
+        raise ModelError(f"{name}: with rope_type={rope} positions depend on the longest row beside a row.")
     if not lm._supports_attention_backend:
         raise ModelError(f"{name} does not take another attention function, which packed rows need.")
     head = lm.get_output_embeddings()

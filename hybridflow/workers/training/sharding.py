@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +46,15 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def reshard(model: nn.Module) -> None:
-    """Drops gathered parameters, which would be stale after an optimizer step or a load."""
-    for module in fsdp_modules(model):
-        module.reshard()
+@contextmanager
+def gathering(model: nn.Module) -> Iterator[None]:
+    """Inside, forward passes gather parameters and keep them; after it, whatever happened, only the rank's own parts are
+    left, so that an optimizer step, a load or another engine finds them and no gathered copy is stale."""
+    try:
+        yield
+    finally:
+        for module in fsdp_modules(model):
+            module.reshard()
 
 
 def shard_of(name: str, parameter: Tensor) -> ParameterShard:

@@ -1,0 +1,48 @@
+"""What is known of the device."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow import device
+
+pytestmark = pytest.mark.unit
+
+
+def test_without_an_accelerator_everything_is_a_cpu() -> None:
+    if device.is_accelerated():
+        pytest.skip("this machine has an accelerator")
+    assert device.device_type() == "cpu"
+    assert device.current_device() == torch.device("cpu")
+    assert device.collective_backend() == "gloo"
+    assert device.device_count() == 1
+    assert device.peak_memory() == 0
+
+
+def test_there_is_memory_and_not_all_of_it_is_free() -> None:
+    memory = device.memory()
+    assert 0 < memory.free < memory.total
+
+
+def test_the_process_group_of_one_rank_is_made_once() -> None:
+    device.init_process_group_once()
+    group = dist.group.WORLD
+    device.init_process_group_once()
+    assert dist.group.WORLD is group
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [1, 1]
+
+
+def test_a_seed_repeats_every_global_generator() -> None:
+    draws = []
+    for _ in range(2):
+        device.seed_everything(3)
+        draws.append((torch.rand(2).tolist(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
