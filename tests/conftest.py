@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,6 @@ from hypothesis import settings
 
 from tests.models import tiny_model_folder
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("project", deadline=None, derandomize=True)  # the same examples each time, on any machine
 settings.load_profile("project")
 

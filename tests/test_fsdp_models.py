@@ -42,6 +42,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 def load(folder: Path) -> object:
@@ -135,6 +136,10 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
                 Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1)
             ),
             "layers of type sliding_attention",
+        ),
+        (
+            lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=DYNAMIC_ROPE)),
+            "rope_type=dynamic",
         ),
         (lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)), "packing rows changes its logits by"),
         (

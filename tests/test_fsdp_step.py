@@ -111,6 +111,16 @@ def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, trainer:
     assert largest_difference(with_it, gradients(trainer, BATCH, clipped())[0]) < 1e-6
 
 
+def test_bf16_gradients_are_near_those_of_fp32_and_add_up_in_float32(
+    tiny_model: Path, expected: tuple[float, dict[str, Tensor]]
+) -> None:
+    found, metrics = gradients(engine(tiny_model, precision="bf16", tokens_per_microbatch=60), BATCH, clipped())
+    assert metrics["loss"] == pytest.approx(expected[0], abs=0.05)
+    for name, grad in expected[1].items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - grad).norm() < 0.1 * grad.norm(), name
+
+
 def test_rejected_rows_and_unsampled_tokens_carry_no_gradient_and_cost_nothing(trainer: FSDPEngine) -> None:
     trainer._config.tokens_per_microbatch = 10_000
     learned = BATCH["keep"] & np.array([mask.any() for mask in BATCH["response_mask"]])

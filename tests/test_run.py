@@ -102,7 +102,7 @@ def test_a_step_that_records_nothing_is_an_error(tiny_model: Path, tmp_path: Pat
         for _ in run.steps():
             pass
 
-    with pytest.raises(ConfigError, match="step 0 recorded nothing: end each step with run.record"):
+    with pytest.raises(ConfigError, match=r"step 0 recorded nothing: end each step with run\.record"):
         quick(tiny_model, tmp_path / "run", driver=forgetful)
 
 

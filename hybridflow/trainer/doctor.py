@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -90,15 +89,11 @@ def _importable(spec: str) -> str:
 
 def _step() -> str:
     """Sample with a tiny random model, and take an optimizer step on the samples."""
-    from transformers.utils import logging as hf_logging
-
     from ..algorithms.objective import PolicyObjective
     from ..algorithms.registry import Loss
     from ..workers.rollout.transformers import TransformersRollout
     from ..workers.training.fsdp import FSDPEngine
 
-    bars: Any = hf_logging
-    bars.disable_progress_bar()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         model = ModelConfig(path=str(save_tiny_model(Path(folder), 0, hidden=32, layers=1)))

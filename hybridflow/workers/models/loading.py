@@ -85,7 +85,7 @@ def load_causal_lm(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     path = model_path(path)
     loaded = load_config(path, config)
     _check_files(path, "model.path", WEIGHT_FILES, "weights")
-    with _explained(path, "model.path", "its weights could not be loaded"), _quiet():
+    with _explained(path, "model.path", "its weights could not be loaded"), quiet():
         loader: Any = AutoModelForCausalLM
         model, report = loader.from_pretrained(
             path, config=loaded, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
@@ -164,8 +164,8 @@ def _explained(path: str, key: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar, and no table of missing weights: those are an error here."""
+def quiet() -> Iterator[None]:
+    """No progress bars for what takes no time, and no table of missing weights: those are an error here."""
     settings: Any = hf_logging
     bars, verbosity = settings.is_progress_bar_enabled(), settings.get_verbosity()
     settings.disable_progress_bar()

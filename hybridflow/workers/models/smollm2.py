@@ -29,13 +29,16 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from .loading import quiet
+
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     model.config.quantization_config = None
     model.hf_quantizer = None
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    with quiet():
+        model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(target)
 

@@ -26,6 +26,8 @@ def save_tiny_model(
     import transformers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    from .loading import quiet
+
     hf: Any = transformers  # its classes are typed only in part
     byte_names: Any = bytes_to_unicode
     # A byte-level BPE without merges: transformers rebuilds a Qwen2 folder's tokenizer from its vocabulary as one.
@@ -50,7 +52,8 @@ def save_tiny_model(
     )
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
+    with quiet():
+        hf.Qwen2ForCausalLM(config).save_pretrained(folder)
     torch.set_rng_state(generator_state)
     tokenizer.save_pretrained(folder)
     return folder

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
 from ..models.config import ModelConfig
-from ..models.loading import empty_causal_lm, load_config, load_tokenizer, source_dtype
+from ..models.loading import empty_causal_lm, load_config, load_tokenizer, quiet, source_dtype
 
 STATE = "engine.json"
 METADATA = ".metadata"
@@ -56,7 +56,8 @@ def export(folder: Path, parameters: Iterable[tuple[str, Tensor]], model: ModelC
         if first:
             weights[name] = whole.detach().to("cpu", dtype)
     if first:
-        empty_causal_lm(path, model, dtype).save_pretrained(folder, state_dict=weights)
+        with quiet():
+            empty_causal_lm(path, model, dtype).save_pretrained(folder, state_dict=weights)
         load_tokenizer(model).save_pretrained(folder)
     dist.barrier()
 

@@ -48,8 +48,8 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 @contextmanager
 def gathering(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes gather parameters and keep them; after it, whatever happened, only the rank's own parts are
-    left, so that an optimizer step, a load or another engine finds them and no gathered copy is stale."""
+    """Forward passes gather parameters and keep them. After this block, whatever happened in it, only the rank's own
+    parts are left: an optimizer step, a load or another engine finds them, and no gathered copy is stale."""
     try:
         yield
     finally:
