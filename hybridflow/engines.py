@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from .batch import Batch, concat
-from .errors import BatchError
+from .errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class Sampling:
     """How to sample.
 
-    n: samples per prompt. temperature: 0 is greedy. top_k: -1 is off. max_new_tokens: sampled tokens of one turn.
-    stop: strings or token ids that end a response (they are part of it). banned_tokens: ids never sampled.
-    fresh: bring the engine's weights up to date first.
+    n: samples per prompt, from 1. temperature: 0 is greedy. top_p: in (0, 1], 1 is off. top_k: from 1, -1 is off.
+    min_p: in [0, 1], 0 is off. max_new_tokens: sampled tokens of one turn, from 1. stop: strings (not empty) or token
+    ids that end a response and are part of it. banned_tokens: ids never sampled. fresh: bring the engine's weights up
+    to date first. Errors: ConfigError for a value outside its range.
     """
 
     n: int = 1
@@ -37,6 +38,19 @@ class Sampling:
     stop: tuple[str | int, ...] = ()
     banned_tokens: tuple[int, ...] = ()
     fresh: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "n": self.n < 1,
+            "temperature": self.temperature < 0,
+            "top_p": not 0 < self.top_p <= 1,
+            "top_k": self.top_k < 1 and self.top_k != -1,
+            "min_p": not 0 <= self.min_p <= 1,
+            "max_new_tokens": self.max_new_tokens < 1,
+            "stop": "" in self.stop,
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise ConfigError(f"Sampling({name}={getattr(self, name)!r}): see its docstring for what is legal.")
 
     def greedy(self) -> Sampling:
         """One sample, the most probable token each time."""
@@ -124,7 +138,7 @@ class TrainEngine(ABC):
 class RolloutEngine(ABC):
     """A service that samples. Requests are keyed by (group_id, sample); a group_id may be in flight once.
 
-    Each sample's random numbers depend on (seed, group_id, sample) alone.
+    Each sample's random numbers depend on (seed, group_id, sample) and the token's position in the context alone.
     """
 
     version: int = 0
@@ -156,6 +170,8 @@ class RolloutEngine(ABC):
 
     def generate(self, prompts: Batch, sampling: Sampling, progress: Callable[[int, int], None] | None = None) -> Batch:
         """Submit and drain: rollouts by prompt row, then sample. `progress(done, total)` is called as they end."""
+        if not len(prompts):
+            raise BatchError("generate: there are no prompts.")
         if self.pending:
             raise BatchError("generate: the engine has requests in flight; drain completed() first.")
         self.submit(prompts, sampling)

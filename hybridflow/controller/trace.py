@@ -64,7 +64,7 @@ class Trace:
     """Records calls from any thread; one instance a run. Spans are kept in memory until the next commit.
 
     folder: where the files go, made at the first commit; None = nothing is written. on_call: told the name of each call
-    as it begins.
+    as it begins, and how far it is where it says so.
     """
 
     def __init__(self, folder: Path | None = None, on_call: Callable[[str], None] | None = None) -> None:
@@ -73,6 +73,7 @@ class Trace:
         self._lock = threading.Lock()
         self._clock = time.time_ns() - time.perf_counter_ns()  # from the steady clock to Unix time
         self._open: list[Span] = []
+        self._current = ""  # the call that began last
         self._last: list[Span] = []
         self._makers: dict[str, list[tuple[str, Array | None]]] = {}
 
@@ -80,6 +81,7 @@ class Trace:
     def call(self, role: str, method: str, inputs: Batch | None = None) -> Iterator[OpenSpan]:
         """Times the block as one call: `with trace.call("actor", "generate", inputs=batch) as span: ...`."""
         span, opened = Span(role, method, 0, thread=threading.get_ident()), OpenSpan()
+        self._current = span.name
         if self._on_call is not None:
             self._on_call(span.name)
         if inputs is not None:
@@ -94,6 +96,11 @@ class Trace:
         finally:
             span.seconds = (time.perf_counter_ns() - began) / 1e9
             self._close(span, opened.made)
+
+    def progress(self, done: int, total: int) -> None:
+        """How far the call under way is."""
+        if self._on_call is not None:
+            self._on_call(f"{self._current} {done}/{total}")
 
     def seconds_by_call(self) -> dict[str, float]:
         """Seconds of the calls since the last commit, as metrics: `time/role.method`, and `time/calls`, in which at

@@ -35,6 +35,8 @@ class Worker(Generic[S]):
         self.name = name
         self.rank = rank
         self.group = group
+        self.progress: Callable[[int, int], None] = lambda done, total: None
+        """To be told (done, total) in a call that takes long."""
 
     # ---- on a rank
     def start(self) -> None:

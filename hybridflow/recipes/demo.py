@@ -20,7 +20,7 @@ from hybridflow.trainer.arithmetic import demonstrations
 from hybridflow.workers.models.tiny import save_tiny_model
 
 ALPHABET = "0123456789+= #"
-NOISE = 0.55  # share of column sums that the warm-up's teacher makes up
+NOISE = 0.5  # share of column sums that the warm-up's teacher makes up
 GOAL = 0.90  # sampled accuracy on held-out problems that the demo has to reach
 WARMUP_STEPS, WARMUP_ROWS = 500, 128
 
@@ -37,12 +37,12 @@ WARMUP = (
 GRPO = (
     *COMMON,
     "sampling.max_new_tokens=32",
-    "run.steps=60",
+    "run.steps=90",
     "data.rows_per_step=32",
     "sampling.n=8",
     "algorithm.minibatches=2",
-    "training.lr=2e-4",
-    "training.lr_schedule=constant_with_warmup",
+    "training.lr=7e-4",
+    "training.lr_schedule=linear",
     "training.warmup_steps=10",
     "validation.every_steps=10",
 )

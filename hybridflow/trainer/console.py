@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,7 @@ SHOWN = {  # metric -> label on the step line, in this order
     "rollout/truncated": "truncated",
     "groups/without_variance": "flat groups",
 }
+QUIET_SECONDS = 60.0  # after which a log says what is being waited for
 TEXT_WIDTH = 400  # characters of a completion shown
 
 
@@ -32,6 +34,7 @@ class Console:
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._status: Status | None = None
+        self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -43,10 +46,13 @@ class Console:
         """One line, out at once also where the output is a file."""
         self._rich.print(escape(text))
         self._rich.file.flush()
+        self._last_line = time.monotonic()
 
     def waiting(self, what: str) -> None:
-        """Name what is being waited for, until the next line."""
+        """Name what is being waited for, until the next line. In a file, only once that line is long in coming."""
         if not self._rich.is_terminal:
+            if time.monotonic() - self._last_line > QUIET_SECONDS:
+                self.say(f"... {what}")
             return
         if self._status is None:
             self._status = self._rich.status(escape(what))

@@ -81,7 +81,7 @@ class Actor(Worker[Settings]):
     @remote(DP)
     def sample(self, prompts: Batch, sampling: Sampling, first_rollout: int) -> Batch:
         """`generate` without its sync; rollouts are numbered from `first_rollout`."""
-        rollouts = self._rollout.generate(prompts, sampling)
+        rollouts = self._rollout.generate(prompts, sampling, self.progress)
         n = len(rollouts)
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), sampling.n))
         carried = {name: repeated.column(name) for name in repeated.names}

@@ -30,6 +30,7 @@ class InlineGroup(WorkerGroup):
     def start(self) -> None:
         if self._worker is None:
             worker = self._make()
+            worker.progress = self._trace.progress
             with self._trace.call(self.name, "start"):
                 worker.start()
             self._worker = worker

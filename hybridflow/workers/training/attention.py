@@ -67,7 +67,8 @@ def _each_segment(query: Tensor, key: Tensor, value: Tensor, lengths: list[int],
     for length, neighbours in groupby(lengths):
         count = len(list(neighbours))
         end = start + count * length
-        q, k, v = (x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+        shape = (-1, count, length, query.shape[-1])
+        q, k, v = (x[0, :, start:end].reshape(shape).transpose(0, 1) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = end
