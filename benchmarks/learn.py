@@ -1,6 +1,6 @@
 """The learning runs: the demo's task with three seeds, and a control whose rewards are permuted within each group.
 
-make learn
+make learn. Curves and a table go to docs/learning.svg and docs/learning.md, from all lines of FOLDER/learn.jsonl.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from hybridflow import Actor, Batch, Reward, Run, Sampling, recipe
 from hybridflow.recipes.demo import GOAL, demo
@@ -19,6 +22,20 @@ from hybridflow.recipes.grpo import grpo
 
 START_BELOW = 0.5  # sampled accuracy before, and what the control may not exceed after
 DRIVERS = {"grpo": grpo}
+STEPS_BETWEEN = 10  # validations of the demo
+PAGE = """# Learning on the toy task
+
+`make learn` warms a tiny model (about 0.4 M parameters, character vocabulary) up on two-digit additions by a teacher
+that is one too high in half of the column sums, then trains it with an exact-answer reward, for three seeds. Accuracy is
+on 512 problems that neither the warm-up nor GRPO saw, sampled at temperature 1 and greedily. In the control run the
+rewards are permuted within each group, so that nothing is left to learn from.
+
+![Sampled accuracy along the runs](learning.svg)
+
+| run | seed | sampled accuracy, before -> after | greedy accuracy, before -> after |
+|---|---|---|---|
+{rows}
+"""
 
 
 @recipe("algorithm=grpo")
@@ -63,21 +80,48 @@ def learn(name: str, seed: int, folder: Path) -> dict[str, object]:
     }
 
 
+def write_docs(results: Sequence[dict[str, Any]], docs: Path) -> None:
+    """The page `learning.md` with its drawing."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot(xlabel="GRPO step", ylabel="sampled accuracy", ylim=(0, 1))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(result["name"] for result in results))}
+    for result in results:
+        label = result["name"] if result["seed"] == results[0]["seed"] else None
+        steps = [STEPS_BETWEEN * i for i in range(len(result["curve"]))]
+        axes.plot(steps, result["curve"], color=colours[result["name"]], label=label, marker=".")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(docs / "learning.svg", metadata={"Date": None})
+    rows = "\n".join(_row(result) for result in results)
+    (docs / "learning.md").write_text(PAGE.format(rows=rows))
+
+
+def _row(result: dict[str, Any]) -> str:
+    (sampled, sampled_after), (greedy, greedy_after) = result["sampled"], result["greedy"]
+    return (
+        f"| {result['name']} | {result['seed']} | {sampled:.3f} -> {sampled_after:.3f} | "
+        f"{greedy:.3f} -> {greedy_after:.3f} |"
+    )
+
+
 def main() -> int:
     """All runs, a JSON line each, also in FOLDER/learn.jsonl; 1 if one missed its goal."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", nargs="+", default=[*DRIVERS, "control"])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="*", default=[*DRIVERS, "control"])
     parser.add_argument("--folder", type=Path, default=Path("runs/learn"))
     given = parser.parse_args()
-    results = []
     given.folder.mkdir(parents=True, exist_ok=True)
+    record = given.folder / "learn.jsonl"
     for name in given.runs:
         for seed in given.seeds:
-            results.append(learn(name, seed, given.folder))
-            print(json.dumps(results[-1]), flush=True)
-            with (given.folder / "learn.jsonl").open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+            line = json.dumps(learn(name, seed, given.folder))
+            print(line, flush=True)
+            with record.open("a") as file:
+                file.write(line + "\n")
+    lines = map(json.loads, record.read_text().splitlines())
+    results = list({(line["name"], line["seed"]): line for line in lines}.values())  # the last of each
+    write_docs(results, Path("docs"))
     return int(not all(result["ok"] for result in results))
 
 

@@ -27,7 +27,7 @@ from ..workers.rollout.config import TransformersConfig
 from ..workers.training.config import FSDPConfig
 
 NEEDED = ("torch", "transformers", "numpy", "hydra-core", "datasets", "math-verify", "reasoning-gym", "tensorboard")
-OPTIONAL = {"wandb": "run.trackers=[wandb]", "flash-attn": "model.attention=flash"}  # package -> what needs it
+OPTIONAL = {"wandb": "run.trackers=[wandb]"}  # package -> what needs it
 GIB = 2**30
 
 
