@@ -26,8 +26,8 @@ STEPS_BETWEEN = 10  # validations of the demo
 PAGE = """# Learning on the toy task
 
 `make learn` warms a tiny model (about 0.4 M parameters, character vocabulary) up on two-digit additions by a teacher
-that is one too high in half of the column sums, then trains it with an exact-answer reward, for three seeds. Accuracy is
-on 512 problems that neither the warm-up nor GRPO saw, sampled at temperature 1 and greedily. In the control run the
+that is one too high in half of the column sums, then trains it with an exact-answer reward, for three seeds. Accuracy
+is on 512 problems that neither the warm-up nor GRPO saw, sampled at temperature 1 and greedily. In the control run the
 rewards are permuted within each group, so that nothing is left to learn from.
 
 ![Sampled accuracy along the runs](learning.svg)

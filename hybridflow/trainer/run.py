@@ -218,8 +218,11 @@ class Run:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        from ..workers.models.loading import load_tokenizer  # brings torch and transformers: not for --cfg or a typo
+        from ..workers.models.loading import load_tokenizer, model_path  # brings torch: not for --cfg or a typo
 
+        given = self.config.model.path
+        if model_path(given) != given:
+            self.console.say(f"model.path={given}: {model_path(given)}")
         return load_tokenizer(self.config.model)
 
     @cached_property

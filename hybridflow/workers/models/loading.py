@@ -33,14 +33,12 @@ def model_path(path: str) -> str:
     """What to load for `model.path`: a folder, or a hub name.
 
     `smollm2` is the folder that `python -m hybridflow.workers.models.smollm2` makes, or the model's hub name where that
-    folder is not there; the log says which.
+    folder is not there.
     """
     if path != "smollm2":
         return os.path.expanduser(path)
     folder = smollm2.folder()
-    chosen = str(folder) if folder.is_dir() else smollm2.HUB_NAME
-    log.info("model smollm2: %s", chosen)
-    return chosen
+    return str(folder) if folder.is_dir() else smollm2.HUB_NAME
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
