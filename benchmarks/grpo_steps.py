@@ -1,6 +1,6 @@
 """GRPO steps of this project, timed: the counterpart of peers/trl_grpo.py, run in a fresh process like it.
 
-python -m benchmarks.grpo_steps TASK.json      # prints {"step_s": [...], "tokens": [...], "calls_s": [...]}
+python -m benchmarks.grpo_steps TASK.json      # prints {"step_s": [...], "tokens": [...], "calls_s": [...], ...}
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def overrides(task: dict[str, Any]) -> list[str]:
 
 
 def main(task: dict[str, Any]) -> None:
-    """Train for task["steps"] steps; seconds, sampled tokens and seconds inside role calls of each."""
+    """Train for task["steps"] steps; seconds, sampled tokens and seconds inside role calls of each.
+
+    commit_s and controller (the share of step and commit that is outside role calls) are of all steps but the last,
+    whose commit no later step reports.
+    """
     torch.set_num_threads(task["threads"])
     draw = random.Random(task["seed"])
 
@@ -50,9 +54,16 @@ def main(task: dict[str, Any]) -> None:
 
     rows = [{"prompt": prompt} for prompt in task["prompts"]]
     run = train(grpo, *overrides(task), model=task["model"], data=rows, reward=noise)
-    series = {"step_s": "time/step", "tokens": "rollout/tokens", "calls_s": "time/calls"}
+    names = {"step_s": "time/step", "tokens": "rollout/tokens", "calls_s": "time/calls"}
+    steps = run.metrics()
+    series = {name: [step[metric] for step in steps] for name, metric in names.items()}
+    series["commit_s"] = [later["time/last_commit"] for later in steps[1:]]
+    series["controller"] = [
+        1 - calls / (step + commit)
+        for step, calls, commit in zip(series["step_s"], series["calls_s"], series["commit_s"], strict=False)
+    ]
     print()
-    print(json.dumps({name: [step[metric] for step in run.metrics()] for name, metric in series.items()}))
+    print(json.dumps(series))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ LR = 1e-4
 
 
 def rollouts(seed: int) -> Batch:
-    """Prompts and responses of log-normal lengths, with random advantages and old log-probs near the model's."""
+    """Prompts and responses of log-normal lengths, with random advantages."""
     draw = np.random.default_rng(seed)
 
     def lengths(mean: float) -> Any:

@@ -94,23 +94,15 @@ class Batch:
 
     def column(self, name: str) -> Column:
         """The column `name`: an array (dense or objects) or a Ragged. Errors: BatchError with the names there are."""
-        if name not in self._columns:
-            raise BatchError(f"no column '{name}'; the batch has {sorted(self._columns)}.{_remedy(name)}")
-        return self._columns[name]
+        return self._column(name)
 
     def array(self, name: str) -> Array:
         """A dense or objects column."""
-        column = self.column(name)
-        if isinstance(column, Ragged):
-            raise BatchError(f"column '{name}' is ragged; a column with one value a row was asked for.")
-        return column
+        return _one_a_row(name, self.column(name))
 
     def ragged(self, name: str) -> Ragged:
         """A ragged column."""
-        column = self.column(name)
-        if not isinstance(column, Ragged):
-            raise BatchError(f"column '{name}' has one value a row; a ragged column was asked for.")
-        return column
+        return _ragged(name, self.column(name))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +114,7 @@ class Batch:
         return f"{type(self).__name__}({len(self)} rows; {kinds})"
 
     # ---- columns
-    def __or__(self, other: Batch) -> Self:
+    def __or__(self, other: Batch) -> Batch:
         """Same rows, more columns.
 
         A column on both sides is an error, except keep (and-ed) and drop_reason (the first stays).
@@ -133,28 +125,28 @@ class Batch:
             raise BatchError(f"| would overwrite {sorted(twice)}: rename or drop one side.")
         merged = {**self._columns, **other._columns}
         if "keep" in self and "keep" in other:
-            merged["keep"] = read_only(self.array("keep") & other.array("keep"))
+            merged["keep"] = read_only(self._array("keep") & other._array("keep"))
         if FIRST_STAYS in self and FIRST_STAYS in other:
-            pairs = zip(self.array(FIRST_STAYS), other.array(FIRST_STAYS), strict=True)
+            pairs = zip(self._array(FIRST_STAYS), other._array(FIRST_STAYS), strict=True)
             merged[FIRST_STAYS] = read_only(objects(first if first is not None else second for first, second in pairs))
         ids = self.ids if self.ids is not None else other.ids
-        return self._of(_aligned(merged), ids, {**self.metrics, **other.metrics})
+        return _kind(self, other)._of(_aligned(merged), ids, {**self.metrics, **other.metrics})
 
     def select(self, *names: str) -> Self:
         """Only these columns."""
-        return self._of({name: self.column(name) for name in names}, self.ids, self.metrics)
+        return self._of({name: self._column(name) for name in names}, self.ids, self.metrics)
 
     def drop(self, *names: str) -> Self:
         """All columns but these."""
         for name in names:
-            self.column(name)
+            self._column(name)
         return self._of({n: c for n, c in self._columns.items() if n not in names}, self.ids, self.metrics)
 
     def rename(self, **new_from_old: str) -> Self:
         """`batch.rename(baseline="reward")`: new name = old name."""
         new_name = {old: new for new, old in new_from_old.items()}
         for old, new in new_name.items():
-            self.column(old)
+            self._column(old)
             if new in self and new not in new_name:
                 raise BatchError(f"rename: there is a column '{new}' already; drop it first.")
         columns = {
@@ -174,11 +166,11 @@ class Batch:
 
     def kept(self) -> Self:
         """Rows with keep = 1 (all, if the batch has no such column)."""
-        return self.take(np.flatnonzero(self.array("keep"))) if "keep" in self else self
+        return self.take(np.flatnonzero(self._array("keep"))) if "keep" in self else self
 
     def pick(self, fn: Callable[..., Array], **options: Any) -> Self:
         """Rows whose numbers `fn` returns; its positional parameters are dense columns."""
-        return self.take(fn(**self.arguments(fn), **options))
+        return self.take(fn(**self._arguments(fn), **options))
 
     def split(self, k: int) -> list[Self]:
         """k batches of consecutive rows, sizes differing by at most one."""
@@ -191,7 +183,7 @@ class Batch:
 
         Sizes in units differ by at most one. The same seed gives the same parts. Without the column, a row is a unit.
         """
-        key = self.array(unit) if unit in self else np.arange(len(self))
+        key = self._array(unit) if unit in self else np.arange(len(self))
         _, inverse = np.unique(key, return_inverse=True)
         units = int(inverse.max()) + 1 if len(self) else 0
         rows_by_unit = np.split(
@@ -203,25 +195,25 @@ class Batch:
             for part in np.array_split(order, count):
                 yield self.take(np.concatenate([rows_by_unit[u] for u in part]) if len(part) else np.arange(0))
 
-    def join(self, other: Batch, on: str, **new_from_old: str) -> Self:
+    def join(self, other: Batch, on: str, **new_from_old: str) -> Batch:
         """Dense columns of `other`, which has one row per key, brought to the rows of this batch by the key `on`.
 
         A key without a kept row in `other` gives keep = 0 here. Errors: BatchError if `other` repeats a kept key.
         """
         kept = other.kept()
-        keys = kept.array(on)
+        keys = kept._array(on)
         order = np.argsort(keys, kind="stable")
         if len(keys) > 1 and (np.diff(keys[order]) == 0).any():
             raise BatchError(f"join: the other batch has several kept rows for one {on}; pick one first.")
-        at = np.searchsorted(keys[order], self.array(on))
+        at = np.searchsorted(keys[order], self._array(on))
         found = at < len(keys)
-        found[found] = keys[order][at[found]] == self.array(on)[found]
+        found[found] = keys[order][at[found]] == self._array(on)[found]
         columns: dict[str, Any] = {}
         for new, old in new_from_old.items():
-            values = kept.array(old)
+            values = kept._array(old)
             columns[new] = np.full((len(self), *values.shape[1:]), None if values.dtype == object else 0, values.dtype)
             columns[new][found] = values[order[at[found]]]
-        return type(self)({**columns, "keep": found}, self.ids)
+        return _kind(self, other)({**columns, "keep": found}, self.ids)
 
     # ---- functions of columns
     def map(self, fn: Callable[..., Mapping[str, Any] | Array], to: str | None = None, **options: Any) -> Self:
@@ -230,30 +222,14 @@ class Batch:
         Positional parameters are columns by name: dense [n], ragged flat [T]; also `lengths` [n], `row_of_token` [T],
         `rewards` [n, components]. An array of n values is one a row, of T values one a token of response_ids.
         """
-        out = fn(**self.arguments(fn), **options)
+        out = fn(**self._arguments(fn), **options)
         columns = out if isinstance(out, Mapping) else {to or fn.__name__: out}
         return type(self)({name: self._shaped(fn, name, value) for name, value in columns.items()}, self.ids)
-
-    def arguments(self, fn: Callable[..., Any]) -> dict[str, Any]:
-        """The columns that `fn` asks for by its positional parameters' names; keyword-only ones are options."""
-        found: dict[str, Any] = {}
-        for parameter in inspect.signature(fn).parameters.values():
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                continue
-            value = self._argument(parameter.name)
-            if value is not None:
-                found[parameter.name] = value
-            elif parameter.default is parameter.empty:
-                raise BatchError(
-                    f"{_name_of(fn)} needs the column '{parameter.name}'; the batch has {sorted(self._columns)}."
-                    f"{_remedy(parameter.name)}"
-                )
-        return found
 
     # ---- data
     def fetch(self, *names: str) -> Batch:
         """These columns (all, if none is named), here in this process."""
-        return Batch._of({name: self.column(name) for name in names or self._columns}, self.ids, self.metrics)
+        return Batch._of({name: self._column(name) for name in names or self._columns}, self.ids, self.metrics)
 
     def to_torch(self, *names: str) -> dict[str, torch.Tensor]:
         """Dense and ragged columns as tensors (ragged ones flat). Always copies: a tensor over a shared buffer could be
@@ -286,6 +262,15 @@ class Batch:
         batch._columns, batch.ids, batch.metrics = dict(columns), ids, dict(metrics)
         return batch
 
+    def _column(self, name: str) -> Column:
+        """`column`, for the verbs, which work wherever the rows live."""
+        if name not in self._columns:
+            raise BatchError(f"no column '{name}'; the batch has {sorted(self._columns)}.{_remedy(name)}")
+        return self._columns[name]
+
+    def _array(self, name: str) -> Array:
+        return _one_a_row(name, self._column(name))
+
     def _row_numbers(self, rows: Sequence[int] | Array | slice) -> NDArray[np.int64]:
         if isinstance(rows, slice):
             return np.arange(len(self))[rows]
@@ -303,16 +288,32 @@ class Batch:
             raise BatchError(f"take: row {outside} of {len(self)} rows.")
         return np.where(index < 0, index + len(self), index).astype(np.int64)
 
+    def _arguments(self, fn: Callable[..., Any]) -> dict[str, Any]:
+        """The columns that `fn` asks for by its positional parameters' names; keyword-only ones are options."""
+        found: dict[str, Any] = {}
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            value = self._argument(parameter.name)
+            if value is not None:
+                found[parameter.name] = value
+            elif parameter.default is parameter.empty:
+                raise BatchError(
+                    f"{_name_of(fn)} needs the column '{parameter.name}'; the batch has {sorted(self._columns)}."
+                    f"{_remedy(parameter.name)}"
+                )
+        return found
+
     def _argument(self, name: str) -> Any:
         if name in self._columns:
             column = self._columns[name]
             return column.values if isinstance(column, Ragged) else column
         if name == "lengths" and "response_ids" in self:
-            return self.ragged("response_ids").lengths
+            return self._response_ids().lengths
         if name == "row_of_token" and "response_ids" in self:
-            return np.repeat(np.arange(len(self)), self.ragged("response_ids").lengths)
+            return np.repeat(np.arange(len(self)), self._response_ids().lengths)
         if name == "rewards":
-            parts = [self.array(n) for n in self._columns if n.startswith("reward/")]
+            parts = [self._array(n) for n in self._columns if n.startswith("reward/")]
             return np.stack(parts, axis=1) if parts else None
         return None
 
@@ -327,7 +328,7 @@ class Batch:
         per_token = spec is not None and spec.kind is Kind.RAGGED
         if count == len(self) and not per_token:
             return values
-        tokens = self.ragged("response_ids") if "response_ids" in self else None
+        tokens = self._response_ids() if "response_ids" in self else None
         if tokens is not None and count == len(tokens.values) and (count != len(self) or self._reads_tokens(fn)):
             return tokens.with_values(np.asarray(values))
         if tokens is not None and per_token and count == len(self):  # one value a row stands for all its tokens
@@ -337,6 +338,9 @@ class Batch:
             f"{_name_of(fn)} returned {count} values for '{name}': neither one a row ({len(self)}) nor one a response "
             f"token ({total})."
         )
+
+    def _response_ids(self) -> Ragged:
+        return _ragged("response_ids", self._column("response_ids"))
 
     def _reads_tokens(self, fn: Callable[..., Any]) -> bool:
         """Whether a function sees tokens, and so returns one value a token where that could also be one a row."""
@@ -355,7 +359,24 @@ def concat(batches: Sequence[Batch]) -> Batch:
     columns = concat_rows([batch._columns for batch in batches])
     ids = [batch.ids for batch in batches if batch.ids is not None]
     metrics = {name: value for batch in batches for name, value in batch.metrics.items()}
-    return batches[0]._of(columns, read_only(np.concatenate(ids)) if len(ids) == len(batches) else None, metrics)
+    return _kind(*batches)._of(columns, read_only(np.concatenate(ids)) if len(ids) == len(batches) else None, metrics)
+
+
+def _one_a_row(name: str, column: Column) -> Array:
+    if isinstance(column, Ragged):
+        raise BatchError(f"column '{name}' is ragged; a column with one value a row was asked for.")
+    return column
+
+
+def _ragged(name: str, column: Column) -> Ragged:
+    if not isinstance(column, Ragged):
+        raise BatchError(f"column '{name}' has one value a row; a ragged column was asked for.")
+    return column
+
+
+def _kind(*batches: Batch) -> type[Batch]:
+    """The class of what is made of these: rows of which a part lives with the workers do not live here."""
+    return next((type(batch) for batch in batches if type(batch) is not Batch), Batch)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -66,11 +66,6 @@ def memory() -> DeviceMemory:
     return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
 
 
-def peak_memory() -> int:
-    """Most bytes that tensors held on the accelerator so far; 0 on a CPU."""
-    return torch.accelerator.max_memory_allocated() if is_accelerated() else 0
-
-
 def use_deterministic_algorithms() -> None:
     """From here on operations repeat bit for bit; one that cannot raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

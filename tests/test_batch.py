@@ -422,8 +422,42 @@ def test_a_reference_has_the_verbs_of_a_batch_and_keeps_its_kind_but_is_not_read
     for rows in [*selections, *ref.split(2), *ref.minibatches(2), ref.map(lambda group_id: group_id, to="g")]:
         assert type(rows) is BatchRef
     assert BatchRef.of(ref) is ref
-    with pytest.raises(BatchError, match=r"column 'keep' lives with the workers: read it with batch.fetch\('keep'\)"):
-        ref["keep"]
+    assert len(ref) == 3 and "keep" in ref and ref.names == batch.names
+    assert ref.pick(lambda keep: np.flatnonzero(keep)).fetch("answer")["answer"].tolist() == ["1", "2"]
+    assert rows_of((ref.drop("answer") | ref.rename(name="answer").select("name")).fetch())[2]["name"] == "2"
+    joined = ref.join(ref.take([1, 2]), on="rollout_id", group="group_id")
+    assert joined.fetch("keep")["keep"].tolist() == [False, True, True]
+    assert ref.with_metrics({"a": 1.0}).metrics == {"a": 1.0}
+    tokens = BatchRef.of(rollouts([[1], [2, 3]])).map(lambda response_ids, row_of_token: -response_ids, to="x")
+    assert tokens.fetch("x").ragged("x").values.tolist() == [-1, -2, -3]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda ref: ref["keep"],
+        lambda ref: ref.column("keep"),
+        lambda ref: ref.array("keep"),
+        lambda ref: ref.ragged("response_ids"),
+        lambda ref: ref.to_torch("keep"),
+        lambda ref: ref.save("rows"),
+    ],
+)
+def test_no_value_of_a_reference_is_read_without_fetching_it(read: Callable[[Batch], object]) -> None:
+    ref = BatchRef.of(rollouts([[1], [2]]))
+    with pytest.raises(BatchError, match=r"with the workers: read (it|them) with batch\.fetch\("):
+        read(ref)
+    with pytest.raises(BatchError, match=r"no column 'reward'"):
+        ref.array("reward")
+
+
+def test_rows_joined_with_a_reference_are_a_reference() -> None:
+    batch = rollouts([[1], [2]])
+    ref = BatchRef.of(batch)
+    extra = Batch({"x": [1.0, 2.0]}, batch.ids)
+    for rows in (extra | ref, ref | extra, concat([batch, ref]), batch.join(ref, on="rollout_id", group="group_id")):
+        assert type(rows) is BatchRef
+    assert type(extra | batch) is Batch
 
 
 def test_a_batch_shows_its_columns_and_their_kinds() -> None:

@@ -67,6 +67,31 @@ def test_a_full_disk_is_named_with_what_still_stands(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_a_full_disk_under_a_librarys_own_report_is_still_a_full_disk(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        try:
+            disk_full(folder)
+        except OSError as error:
+            raise CheckpointError("the writer failed") from error
+
+    with pytest.raises(CheckpointError, match=r"step 2 could not be.*No space left.*There is no earlier one; free"):
+        Checkpoints(tmp_path, kept=2).save(2, write)
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_the_checkpoint_just_written_is_never_retired(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, kept=1)
+    checkpoints.save(100, write_some)
+    checkpoints.go_back_to(checkpoints.save(50, write_some), 50)
+    assert checkpoints.save(60, write_some).is_dir()
+    assert checkpoints.steps() == [60]
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step-000050.bak").mkdir()
+    assert Checkpoints(tmp_path, kept=2).steps() == []
+
+
 def test_what_a_killed_run_left_half_written_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, kept=2)
     checkpoints.save(1, write_some)

@@ -300,6 +300,19 @@ def test_every_key_is_in_the_table() -> None:
     assert sorted(CHANGES) == sorted(all_keys())
 
 
+@pytest.mark.parametrize("key", ["sampling.n", "rollout.max_concurrent", "algorithm.kl_stop"])
+def test_two_equal_runs_look_equal(
+    key: str, folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else any change would seem to have an effect."""
+    change = CHANGES[key]
+    first, second = (
+        look(change.base, folder, tmp_path / name / "run", tiny_model, capsys, change.sees) for name in ("a", "b")
+    )
+    assert first.error is None and first.numbers
+    assert first == second
+
+
 @pytest.mark.parametrize("key", sorted(CHANGES))
 def test_case_31_changing_a_key_has_an_effect_or_is_refused(
     key: str, folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ import pytest
 
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.config import compose, unread_by_roles
+from hybridflow.trainer.unread import unread_without_validation
 
 pytestmark = pytest.mark.unit
 
@@ -49,6 +50,7 @@ def mistakes() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_plugins.py").write_text(PLUGINS)
+    (tmp_path / "my_rows.jsonl").write_text('{"prompt": "1+1"}')
     monkeypatch.chdir(tmp_path)
 
 
@@ -114,6 +116,22 @@ def test_when_to_validate_is_refused_where_nothing_is_validated() -> None:
     config = compose([*BASE, "validation.every_steps=0", "validation.before_training=true"])
     with pytest.raises(ConfigError, match=r"^validation\.before_training is set, but validation\.every_steps=0"):
         unread_by_roles(config, {"actor"}, "grpo")
+
+
+def test_old_log_probs_that_the_advantage_alone_reads_are_read(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def weighed(reward, old_logprobs): return reward")
+    compose([*BASE, "loss=reinforce", f"advantage={tmp_path}/own.py:weighed", "algorithm.old_policy=rollout"])
+
+
+def test_several_steps_with_the_current_policy_are_fine_for_a_loss_without_a_ratio() -> None:
+    compose([*BASE, "algorithm.minibatches=2"], recipe=("algorithm=reinforce", "algorithm.old_policy=current"))
+
+
+@pytest.mark.parametrize("key", ["data.validation_rows=3", "data.validation_split=dev", "validation.pass_at=[1]"])
+def test_keys_of_validation_are_refused_where_there_are_no_rows_for_it(key: str) -> None:
+    config = compose([*BASE, key])
+    with pytest.raises(ConfigError, match=rf"^{key.partition('=')[0]} is set, but there are no validation rows: why"):
+        unread_without_validation(config, "why")
 
 
 def test_what_a_recipe_says_itself_is_never_called_unread() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.batch import Batch, RowKind, row_ids
 from hybridflow.columns import Kind, kind_of
 from hybridflow.errors import DataError
-from hybridflow.trainer.data import PromptSource
+from hybridflow.trainer.data import PromptSource, prompt_limit
 from hybridflow.trainer.data_config import DataConfig
 
 pytestmark = pytest.mark.unit
@@ -248,6 +248,18 @@ def test_long_prompts_are_left_out_and_counted_or_an_error() -> None:
         source_of(rows, max_prompt_tokens=4, overlong_prompt="error")
     with pytest.raises(DataError, match=r"2 of 2 prompts are longer .*=1: row 1 has 2 tokens, row 2 has 2"):
         source_of(numbered(2), max_prompt_tokens=1)
+
+
+def test_case_17_a_prompt_that_would_fill_the_context_is_left_out_by_whichever_limit_is_less() -> None:
+    rows, config = [{"prompt": "12345"}, {"prompt": "1"}, {"prompt": "1234"}], DataConfig(path="rows.jsonl")
+    source = PromptSource(rows, PLAIN, config, seed=0, limit=prompt_limit(4, 4, "rollout.max_context_tokens"))
+    assert len(source) == 1
+    said = "rows.jsonl: 2 of 3 prompts are longer than rollout.max_context_tokens=4 leaves room for"
+    assert source.notices == [f"{said} and were left out"]
+    with pytest.raises(DataError, match=r"rollout.max_context_tokens=1 leaves room for: .* Give them a longer context"):
+        PromptSource(rows, PLAIN, config, seed=0, limit=prompt_limit(4, 1, "rollout.max_context_tokens"))
+    source = PromptSource(rows, PLAIN, config, seed=0, limit=prompt_limit(4, 5, "rollout.max_context_tokens"))
+    assert source.notices == ["rows.jsonl: 1 of 3 prompts are longer than data.max_prompt_tokens=4 and were left out"]
 
 
 def test_no_rows_and_an_empty_prompt_are_errors() -> None:

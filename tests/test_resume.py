@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from hybridflow import Actor, Reward, Run, recipe
 from hybridflow.errors import CheckpointError
+from hybridflow.trainer.checkpoint import Checkpoints
 from tests.crash import OVERRIDES
-from tests.runs import numbers, quick, share_of_digits, weights
+from tests.runs import ROWS, numbers, quick, share_of_digits, weights
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,111 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_used(tiny_mo
     earlier = folder / "checkpoints" / "step-000002"
     quick(tiny_model, folder, "run.checkpoint_steps=1", "run.steps=4", f"run.resume={earlier}")
     assert [row["step"] for row in numbers(folder)] == [1, 2, 3, 4]
+    assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {
+        "step-000003.1", "step-000003", "step-000004"
+    }  # fmt: skip
+
+
+def test_a_command_that_goes_back_can_be_repeated(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = ("run.checkpoint_steps=1", "run.checkpoints_kept=9", "run.steps=3", "validation.every_steps=0")
+    quick(tiny_model, folder, *words)
+    back = f"run.resume={folder / 'checkpoints' / 'step-000001'}"
+    quick(tiny_model, folder, *words, back)
+    assert "a checkpoint that step-000001 does not lead to is kept as" in capsys.readouterr().out
+    quick(tiny_model, folder, *words, back)
+    assert "this run is finished: all 3 steps are done" in capsys.readouterr().out
+
+
+def test_a_run_can_branch_off_another_runs_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    words = ("run.checkpoint_steps=2", "validation.every_steps=0")
+    quick(tiny_model, tmp_path / "a", *words)
+    start = f"run.resume={tmp_path / 'a' / 'checkpoints' / 'step-000002'}"
+    quick(tiny_model, tmp_path / "b", *words, start)
+    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")[2:]
+    assert weights(tmp_path / "b") == weights(tmp_path / "a")
+    before = (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    quick(tiny_model, tmp_path / "b", *words, start)
+    assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_ended_without_its_export_exports_when_it_is_started_again(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    quick(tiny_model, folder, "run.steps=2")
+    whole = weights(folder)
+    (folder / "export" / "trained_steps.txt").write_text("1\n")  # as if it were of an earlier end
+    (folder / "export" / "model.safetensors").unlink()
+    quick(tiny_model, folder, "run.steps=2")
+    assert weights(folder) == whole
+
+
+def test_a_run_that_stopped_early_stays_stopped_and_says_why(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("run.steps=9", "validation.every_steps=1", "training.lr=1e-9", "validation.sampling.temperature=0")
+    quick(tiny_model, tmp_path / "run", *words, "validation.patience=2", validation=ROWS[:4])
+    again = quick(tiny_model, tmp_path / "run", *words, "validation.patience=2", validation=ROWS[:4])
+    assert "this run has stopped: 2 validations without improvement" in capsys.readouterr().out
+    assert again.step == 2
+    assert quick(tiny_model, tmp_path / "run", *words, "validation.patience=4", validation=ROWS[:4]).step == 4
+
+
+def test_what_a_run_without_a_checkpoint_left_is_kept_aside(tiny_model: Path, tmp_path: Path) -> None:
+    quick(tiny_model, tmp_path / "run", "run.steps=1")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    quick(tiny_model, tmp_path / "run", "run.steps=1", "training.lr=1e-4")
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_edited_reward_file_is_another_setting(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(response: str) -> float:\n    return float(len(response))\n")
+    quick(tiny_model, tmp_path / "run", "run.steps=1", reward=f"{file}:score")
+    file.write_text("def score(response: str) -> float:\n    return -float(len(response))\n")
+    with pytest.raises(CheckpointError, match=r"reward\.functions: .*mine_"):
+        quick(tiny_model, tmp_path / "run", "run.steps=2", reward=f"{file}:score")
+
+
+def test_a_driver_that_draws_from_global_generators_resumes_to_the_same_draws(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    @recipe("algorithm=grpo")
+    def drawing(run: Run) -> None:
+        actor, reward = run.groups(Actor, Reward)
+        for _ in run.steps():
+            batch = actor.generate(run.prompts(), run.sampling)
+            batch |= reward.score(batch)
+            batch |= actor.old_log_probs(batch)
+            batch |= run.advantages(batch)
+            drawn = {"random": random.random(), "numpy": np.random.rand(), "torch": torch.rand(1).item()}
+            run.record(batch, actor.update(batch), drawn)
+
+    quick(tiny_model, tmp_path / "whole", driver=drawing)
+    quick(tiny_model, tmp_path / "parted", "run.steps=2", driver=drawing)
+    np.random.rand(), random.random(), torch.rand(1)
+    quick(tiny_model, tmp_path / "parted", driver=drawing)
+    assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
+
+
+def test_kl_coefficient_schedule_and_best_metric_survive(tiny_model: Path, tmp_path: Path) -> None:
+    words = ("algorithm.kl=reward", "algorithm.kl_target=0.05", "algorithm.kl_horizon=20", "run.checkpoint_steps=2")
+    more = ("training.lr_schedule=cosine", "validation.every_steps=2", "run.steps=6", "reward.workers=1")
+    quick(tiny_model, tmp_path / "whole", *words, *more, validation=ROWS[:6])
+
+    def interrupted_after_step_4(checkpoints: Checkpoints) -> None:
+        if checkpoints.steps()[-1] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "_retire", interrupted_after_step_4)
+        with pytest.raises(KeyboardInterrupt):
+            quick(tiny_model, tmp_path / "parted", *words, *more, validation=ROWS[:6])
+    quick(tiny_model, tmp_path / "parted", *words, *more, validation=ROWS[:6])
+    assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
+    assert len({row["kl/coef"] for row in numbers(tmp_path / "whole") if "kl/coef" in row}) == 6
 
 
 def test_starting_over_keeps_the_earlier_run_aside(tiny_model: Path, tmp_path: Path) -> None:
@@ -107,8 +218,6 @@ def test_starting_over_keeps_the_earlier_run_aside(tiny_model: Path, tmp_path: P
 
 
 def test_a_drivers_own_state_survives(tiny_model: Path, tmp_path: Path) -> None:
-    from hybridflow import Actor, Reward, Run, recipe
-
     seen: list[float] = []
 
     @recipe("algorithm=grpo")

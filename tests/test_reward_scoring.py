@@ -23,8 +23,8 @@ pytestmark = pytest.mark.unit
 Function = tuple[str, Callable[..., Any], float]
 
 
-def score(batch: Batch, *functions: Function, errors: float = 1.0, **weights: float) -> Batch:
-    scorer = Scorer(functions, RewardConfig(workers=0, max_error_fraction=errors), weights)
+def score(batch: Batch, *functions: Function, errors: float = 1.0) -> Batch:
+    scorer = Scorer(functions, RewardConfig(workers=0, max_error_fraction=errors))
     out = scorer.score(batch)
     scorer.close()
     return out
@@ -52,10 +52,10 @@ COMPONENT = st.one_of(st.none(), NUMBER)
 
 @given(
     st.lists(st.tuples(COMPONENT, COMPONENT, COMPONENT, COMPONENT), min_size=1, max_size=8),
-    st.tuples(NUMBER, NUMBER, NUMBER),
+    st.tuples(NUMBER, NUMBER),
 )
 def test_the_reward_is_the_weighted_sum_of_what_applies(
-    table: list[tuple[float | None, ...]], weights: tuple[float, float, float]
+    table: list[tuple[float | None, ...]], weights: tuple[float, float]
 ) -> None:
     def f(a: Any) -> Any:
         return a
@@ -66,9 +66,9 @@ def test_the_reward_is_the_weighted_sum_of_what_applies(
     brought = [[math.nan if row[k] is None else row[k] for row in table] for k in (2, 3)]
     returned = {"a": objects(row[0] for row in table), "b": objects(row[1] for row in table)}
     batch = Batch({**returned, "reward/c": brought[0], "reward/d": brought[1]})
-    out = score(batch, ("f", f, weights[0]), ("g", g, weights[1]), c=weights[2])
+    out = score(batch, ("f", f, weights[0]), ("g", g, weights[1]))
     for row, (a, b, c, d) in enumerate(table):
-        parts = [(a, weights[0]), (b, weights[1]), (c, weights[2]), (d, 1.0)]
+        parts = [(a, weights[0]), (b, weights[1]), (c, 1.0), (d, 1.0)]
         applicable = [value * weight for value, weight in parts if value is not None]
         assert out["keep"][row] == bool(applicable)
         assert out["reward"][row] == pytest.approx(math.fsum(applicable), rel=1e-6, abs=1e-6)
@@ -124,8 +124,8 @@ def test_a_row_to_which_nothing_applies_is_an_error() -> None:
 
 def test_a_component_that_applies_makes_up_for_one_that_does_not() -> None:
     batch = rows(None, 2.0, **{"reward/judge": [3.0, math.nan]})
-    out = score(batch, ("f", same, 1.0), judge=0.5)
-    assert out["reward"].tolist() == [1.5, 2.0]
+    out = score(batch, ("f", same, 1.0))
+    assert out["reward"].tolist() == [3.0, 2.0]
     assert "reward/judge" not in out
     assert out.metrics["reward/judge"] == 3.0
 
@@ -279,7 +279,7 @@ def test_a_column_of_the_functions_name_is_not_overwritten() -> None:
 
 
 def test_names_that_clash_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two functions named f"):
+    with pytest.raises(ConfigError, match="two are called 'f'"):
         score(rows(1), ("f", same, 1.0), ("f", same, 1.0))
     with pytest.raises(ConfigError, match="reward mean"):
         score(rows(1), ("mean", same, 1.0))

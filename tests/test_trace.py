@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hybridflow.batch import Batch, RowKind, row_ids
 from hybridflow.columns import Ragged
 from hybridflow.controller import trace as trace_module
-from hybridflow.controller.trace import DRIVER, Span, Trace, mermaid, nbytes, perfetto, read_spans
+from hybridflow.controller.batch_ref import BatchRef
+from hybridflow.controller.trace import DRIVER, Span, Trace, mermaid, nbytes, perfetto, read_spans, without_replaced
 
 pytestmark = pytest.mark.unit
 
@@ -171,6 +172,56 @@ def test_close_writes_the_last_steps_drawing_and_the_calls_after_it(tmp_path: Pa
         '    n0 -- "advantages<br/>32 bytes" --> n3\n'
     )
     assert [event["name"] for event in _events(tmp_path / "trace.json")][-1] == "export"
+
+
+def test_sizes_of_rows_that_live_with_the_workers_are_recorded_too() -> None:
+    trace = Trace()
+    with trace.call("reward", "score", inputs=BatchRef.of(ROLLOUTS)) as span:
+        span.output(BatchRef.of(SCORES))
+    assert "prompt_ids, response_ids<br/>88 bytes" in trace.mermaid()
+
+
+def test_a_torn_line_is_skipped_and_a_later_session_closes(tmp_path: Path) -> None:
+    first = Trace(tmp_path)
+    run_step(first)
+    first.commit(1)
+    lines = (tmp_path / "spans.jsonl").read_bytes()
+    (tmp_path / "spans.jsonl").write_bytes(lines[:-40])
+    assert [span.name for span in read_spans(tmp_path)] == ["actor.generate", "reward.score"]
+    second = Trace(tmp_path)
+    run_step(second)
+    run_step(second)
+    second.commit(2)
+    second.close()
+    assert len(_events(tmp_path / "trace.json")) == 2 + 5  # the first line after the torn one is joined to it
+
+
+def test_steps_done_again_after_a_resume_are_shown_once(tmp_path: Path) -> None:
+    for steps in ((0, 1, 2, 3), (2, 3, 4)):  # the second session resumes after step 2: its start, then 3 and 4
+        trace = Trace(tmp_path)
+        for step in steps:
+            with trace.call("actor", f"of_session_{steps[0]}"):
+                pass
+            trace.commit(step)
+        trace.close()
+    shown = [(event["args"]["step"], event["name"]) for event in _events(tmp_path / "trace.json")]
+    first, second = "of_session_0", "of_session_2"
+    assert shown == [(0, first), (1, first), (2, first), (2, second), (3, second), (4, second)]
+    assert len(read_spans(tmp_path)) == 7
+
+
+def test_a_session_that_ended_before_its_first_commit_replaces_nothing() -> None:
+    spans = [Span("actor", "step", 0, step=step) for step in (0, 1, 2, -1, 2, 3)]
+    assert without_replaced(spans) == spans
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trace = Trace(tmp_path / "file")  # no folder can be made there
+    with pytest.raises(ValueError, match="own"), trace.call("actor", "step"):
+        raise ValueError("the run's own")
+    with pytest.warns(UserWarning, match="the trace in .*file is not whole"):
+        trace.close()
 
 
 def test_nothing_is_written_without_a_folder_or_without_calls(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_metrics_are_given_overall_and_by_source() -> None:
     assert "reward/math/b" not in metrics
 
 
+def test_whether_a_sample_is_solved_is_up_to_the_first_function_whatever_its_weight() -> None:
+    first, second = np.array([1.0, 0.0, 1.0, np.nan]), np.array([0.0, 1.0, 1.0, 1.0])
+    reward = 0.5 * np.nan_to_num(first) + 5 * second
+    rows = Batch({"reward": reward, "reward/right": first, "reward/short": second, "group_id": [0, 1, 2, 3]})
+    assert validation_metrics(rows, [1])["pass@1"] == 0.75
+
+
 def test_a_row_that_could_not_be_scored_counts_as_unsolved() -> None:
     rows = Batch({"reward": [1.0, 1.0], "keep": [True, False], "group_id": [0, 1]})
     metrics = validation_metrics(rows, [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BatchError, ConfigError
@@ -22,6 +23,23 @@ REMEDY = {
     "ref_logprobs": "Call ref.log_probs(batch) first.",
     "advantages": "Call run.advantages(batch) first.",
 }
+
+
+def reads_old_logprobs(loss: Loss, config: AlgorithmConfig, advantage: Callable[..., Any] | None = None) -> bool:
+    """Whether anything reads the column old_logprobs: the loss, the KL in the reward, or the advantage estimator."""
+    asked = (*columns_of(loss.fn), *(columns_of(advantage) if advantage else ()))
+    return config.kl == "reward" or "old_logprobs" in asked
+
+
+def check_old_policy(loss: Loss, config: AlgorithmConfig) -> None:
+    """Errors: ConfigError if algorithm.old_policy=current would make the ratio of every step 1."""
+    steps = config.epochs * config.minibatches
+    if config.old_policy == "current" and steps > 1 and reads_old_logprobs(loss, config):
+        raise ConfigError(
+            f"algorithm.old_policy=current, but algorithm.epochs x algorithm.minibatches = {steps} steps on a "
+            f"batch: each would take its own log-probs as the old ones, so that {loss.name}'s ratio is always 1. "
+            "Say algorithm.old_policy=recompute or rollout, or take one step."
+        )
 
 
 class RaggedColumn(Protocol):
@@ -52,7 +70,7 @@ class PolicyObjective:
     """Minimises loss + kl_coef x KL(policy || reference) - entropy_coef x entropy, per token. An `engines.Objective`.
 
     max_new_tokens: the constant length of aggregation=sequence_sum_constant.
-    Errors: ConfigError if algorithm.old_policy=current would make the ratio of every step 1.
+    Errors: ConfigError as `check_old_policy`.
     """
 
     def __init__(self, loss: Loss, config: AlgorithmConfig, max_new_tokens: int) -> None:
@@ -60,13 +78,7 @@ class PolicyObjective:
         self.config = config
         self.max_new_tokens = max_new_tokens
         self._asked = columns_of(loss.fn)
-        steps = config.epochs * config.minibatches
-        if config.old_policy == "current" and steps > 1 and "old_logprobs" in self._asked:
-            raise ConfigError(
-                f"algorithm.old_policy=current, but algorithm.epochs x algorithm.minibatches = {steps} steps on a "
-                f"batch: each would take its own log-probs as the old ones, so that {loss.name}'s ratio is always 1. "
-                "Say algorithm.old_policy=recompute or rollout, or take one step."
-            )
+        check_old_policy(loss, config)
 
     @property
     def outputs(self) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Never
 
 from ..batch import Batch
 from ..errors import BatchError
@@ -12,15 +13,21 @@ class BatchRef(Batch):
     """Rows that belong to a worker group. A driver selects, joins and maps them; to read values it calls `fetch`.
 
     Under the inline runtime the rows are in this process already, yet reading is refused all the same, so that a driver
-    that runs on one rank runs on many.
+    that runs on one rank runs on many. What joins these rows with a Batch is a BatchRef too.
     """
 
     @classmethod
     def of(cls, batch: Batch) -> BatchRef:
         """The same rows, columns and metrics, as a reference."""
-        if isinstance(batch, cls):
-            return batch
-        return cls({name: batch.column(name) for name in batch.names}, batch.ids, batch.metrics)
+        return batch if isinstance(batch, cls) else cls._of(batch._columns, batch.ids, batch.metrics)
 
-    def __getitem__(self, name: str) -> Any:
+    # `batch[name]`, `array` and `ragged` read through this
+    def column(self, name: str) -> Never:
+        self._column(name)
         raise BatchError(f"column '{name}' lives with the workers: read it with batch.fetch('{name}')['{name}'].")
+
+    def to_torch(self, *names: str) -> Never:
+        raise BatchError("the rows live with the workers: read them with batch.fetch().to_torch().")
+
+    def save(self, path: str | os.PathLike[str]) -> Never:
+        raise BatchError("the rows live with the workers: read them with batch.fetch().save(path).")

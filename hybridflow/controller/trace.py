@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -131,37 +132,68 @@ class Trace:
                 file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
 
     def close(self) -> None:
-        """Writes trace.json and dataflow.mmd, from all spans of the folder, those of earlier sessions included."""
+        """Writes trace.json and dataflow.mmd, from all spans of the folder, those of earlier sessions included.
+
+        A file that can't be written is a warning: what a run did, or why it failed, does not depend on its trace.
+        """
         drawing = self.mermaid()
-        self.commit(self._last[-1].step if self._last else -1)
-        if self._folder is not None and self._last:
-            (self._folder / "trace.json").write_text(json.dumps(perfetto(read_spans(self._folder))))
-            (self._folder / "dataflow.mmd").write_text(drawing)
+        try:
+            self.commit(self._last[-1].step if self._last else -1)
+            if self._folder is not None and self._last:
+                spans = without_replaced(read_spans(self._folder))
+                (self._folder / "trace.json").write_text(json.dumps(perfetto(spans)))
+                (self._folder / "dataflow.mmd").write_text(drawing)
+        except OSError as error:
+            warnings.warn(f"the trace in {self._folder} is not whole: {error}", stacklevel=2)
 
     def _edges(self, inputs: Batch) -> dict[str, Bytes]:
-        """The batch's columns by the call that made them for these rows: the latest, if several did."""
+        """The batch's columns by the call that made them for these rows: the latest, if several did.
+
+        Sizes are looked up where the rows live: those of a BatchRef are not fetched for it.
+        """
         edges: dict[str, Bytes] = {}
         with self._lock:
             for name in inputs.names:
                 makers = reversed(self._makers.get(name, []))
                 maker = next((call for call, ids in makers if _some_rows(ids, inputs.ids)), DRIVER)
-                edges.setdefault(maker, {})[name] = nbytes(inputs.column(name))
+                edges.setdefault(maker, {})[name] = nbytes(inputs._column(name))
         return edges
 
     def _close(self, span: Span, made: Batch | None) -> None:
         with self._lock:
             if made is not None:
                 span.rows_out = len(made)
-                span.outputs = {name: nbytes(made.column(name)) for name in made.names}
+                span.outputs = {name: nbytes(made._column(name)) for name in made.names}
                 for name in made.names:
                     self._makers.setdefault(name, []).append((span.name, made.ids))
             self._open.append(span)
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """All spans that a trace wrote to a folder."""
-    with (folder / "spans.jsonl").open() as file:
-        return [Span(**json.loads(line)) for line in file]
+    """All spans that a trace wrote to a folder; a line that a killed process or a full disk left torn is skipped."""
+    spans = []
+    for line in (folder / "spans.jsonl").read_bytes().splitlines():
+        try:
+            spans.append(Span(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return spans
+
+
+def without_replaced(spans: Sequence[Span]) -> list[Span]:
+    """Each step once: a session that resumes after step n replaces what earlier ones did after it.
+
+    spans: in the order they were written. A step number that goes back is a resume; -1, of a session that ended before
+    its first commit, is none.
+    """
+    current: list[Span] = []
+    last = -1
+    for span in spans:
+        if 0 <= span.step < last:
+            current = [kept for kept in current if kept.step <= span.step]
+        last = span.step if span.step >= 0 else last
+        current.append(span)
+    return current
 
 
 def perfetto(spans: Sequence[Span]) -> dict[str, object]:

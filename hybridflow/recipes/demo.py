@@ -76,7 +76,7 @@ def _solved(model: Path, seed: int, temperature: float) -> float:
     words = (f"model.path={model}", "data=arithmetic", REWARD, f"run.seed={seed}")
     sampling = ("validation.sampling.max_new_tokens=32", f"validation.sampling.temperature={temperature}")
     config = configure(*words, *sampling, recipe=evaluate)
-    with Run(config, name="evaluate") as run:
+    with Run(config, name="evaluate", trains=False) as run:
         return scores(run)["reward"]
 
 

@@ -8,7 +8,7 @@ from hybridflow import Actor, Batch, Reward, Run, Sampling, recipe
 from hybridflow.batch import Metrics
 
 
-@recipe("run.resume=never", "run.dir=runs/evaluate")
+@recipe("run.dir=runs/evaluate", trains=False)
 def evaluate(run: Run) -> None:
     """Sample the validation rows and print reward and pass@k."""
     for name, value in scores(run).items():

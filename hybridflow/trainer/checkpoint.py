@@ -9,15 +9,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
+START = "started-from"  # names the checkpoint that run.resume=PATH went back to
 CHUNK_BYTES = 1 << 20
 
 
@@ -36,25 +39,26 @@ class Checkpoints:
 
         Errors: CheckpointError if it can't be written; earlier checkpoints are untouched.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         final, partial = self.path(step), self.folder / f"{PARTIAL}{step:06d}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            partial.mkdir()
+            partial.mkdir(parents=True)
             write(partial)
-            _write_manifest(partial, step)
+            _write_manifest(partial, step, best)
             self._publish(partial, final)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise self._failed(step, error) from error
-        if best:
-            self._mark_best(step)
+            cause = _os_error(error)
+            if cause is None:
+                raise
+            raise self._failed(step, cause) from error
         self._retire()
         return final
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        names = [path.name for path in self.folder.glob("step-*")]
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is or would be."""
@@ -66,26 +70,51 @@ class Checkpoints:
         return self.path(steps[-1]) if steps else None
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the best validation so far."""
-        mark = self.folder / "best"
-        return int(mark.read_text()) if mark.is_file() else None
+        """Step of the checkpoint with the best validation so far: the last that was the best when it was written."""
+        return next((step for step in reversed(self.steps()) if _manifest(self.path(step))["best"]), None)
+
+    def to_resume(self, resume: str) -> Path | None:
+        """The verified checkpoint that run.resume (auto | never | a path) means; None to start from the beginning.
+
+        A path is gone back to once: given again, it means the newest checkpoint made since, so that a command can be
+        repeated. Errors: CheckpointError if the checkpoint is not there, or is damaged.
+        """
+        if resume == "never":
+            return None
+        given = None if resume == "auto" else Path(resume)
+        found = self.latest() if given is None or given.resolve() == self.started_from() else None
+        found = found or given
+        if found is not None:
+            verify(found)
+        return found
+
+    def started_from(self) -> Path | None:
+        """The checkpoint that run.resume=PATH went back to, if it did."""
+        mark = self.folder / START
+        return Path(mark.read_text()) if mark.is_file() else None
+
+    def go_back_to(self, checkpoint: Path, step: int) -> list[Path]:
+        """Moves checkpoints that this one does not lead to aside; returns where they are now."""
+        own = checkpoint.resolve().parent == self.folder.resolve()
+        later = [self.path(each) for each in self.steps() if not own or each > step]
+        moved = [move_aside(path) for path in later]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / START).write_text(str(checkpoint.resolve()))
+        return moved
 
     def _publish(self, partial: Path, final: Path) -> None:
         """The one moment at which a checkpoint comes into being."""
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            move_aside(final)
         partial.rename(final)
         _sync_folder(self.folder)
-
-    def _mark_best(self, step: int) -> None:
-        mark = self.folder / "best.new"
-        mark.write_text(str(step))
-        mark.replace(self.folder / "best")
 
     def _retire(self) -> None:
         for leftover in self.folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        for step in self.steps()[: -max(1, self.kept)]:
-            if step != self.best():
+        best = self.best()
+        for step in self.steps()[: -self.kept]:
+            if step != best:
                 shutil.rmtree(self.path(step))
 
     def _failed(self, step: int, error: OSError) -> CheckpointError:
@@ -102,7 +131,7 @@ def verify(checkpoint: Path) -> None:
     """Every file there, of its size and checksum. Errors: CheckpointError naming the file and the remedy."""
     remedy = f"Remove {checkpoint} to go on from an earlier checkpoint, or name one with run.resume=PATH."
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = _manifest(checkpoint)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: {MANIFEST}: {error}. {remedy}") from error
     for name, (size, checksum) in manifest["files"].items():
@@ -115,13 +144,31 @@ def verify(checkpoint: Path) -> None:
             raise CheckpointError(f"checkpoint damaged: the content of {path} is not what was written. {remedy}")
 
 
-def _write_manifest(folder: Path, step: int) -> None:
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first free `folder.N`; nothing of an earlier run is ever overwritten."""
+    number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+def _write_manifest(folder: Path, step: int, best: bool) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         _sync_file(path)
     listed = {str(path.relative_to(folder)): (path.stat().st_size, _checksum(path)) for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"step": step, "best": best, "files": listed}, indent=1))
     _sync_file(folder / MANIFEST)
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    return content
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error at the root of another, such as a full disk under a library's own report."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _checksum(path: Path) -> int:

@@ -11,11 +11,13 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from ..algorithms.registry import resolve
+from ..algorithms.objective import check_old_policy
+from ..algorithms.registry import Loss, resolve
 from ..errors import ConfigError, did_you_mean
+from ..workers.scoring import check_names
 from .data_config import DataConfig
-from .data_sources import FUNCTION, GYM
-from .tasks import check_task
+from .data_sources import FUNCTION
+from .tasks import GYM, check_task
 from .tree import Config, SamplingConfig, leaves, resolved
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -98,12 +100,7 @@ def _check_plugins(config: Config) -> None:
             f"reward.weights has {len(weights)} values, reward.functions has {len(functions)}: give one each, or none "
             "for all 1."
         )
-    names = [spec.rpartition(":")[2] for spec in functions]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"reward.functions: two are called '{name}', but reward/{name} is one column: rename one."
-            )
+    check_names([spec.rpartition(":")[2] for spec in functions])
     for spec in config.run.trackers:
         resolve(spec, "tracker")
     _check_data_functions(config.data)
@@ -157,13 +154,7 @@ def _check_steps(config: Config) -> None:
         total, what = rows, f"{rows} rows (data.rows_per_step={rows})"
     if algorithm.minibatches > total:
         raise ConfigError(f"algorithm.minibatches={algorithm.minibatches} optimizer steps, but a step has only {what}.")
-    steps = algorithm.minibatches * algorithm.epochs
-    if algorithm.old_policy == "current" and steps > 1:
-        raise ConfigError(
-            f"algorithm.old_policy=current with {steps} optimizer steps per batch (algorithm.minibatches="
-            f"{algorithm.minibatches} x algorithm.epochs={algorithm.epochs}): the ratio would always be 1. Say "
-            "algorithm.old_policy=recompute or rollout, or take one optimizer step."
-        )
+    check_old_policy(Loss(config.loss.name, **config.loss.options), algorithm)
 
 
 def _check_validation(config: Config) -> None:

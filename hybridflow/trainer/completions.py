@@ -21,14 +21,17 @@ class Completions:
         self.folder = folder
 
     def write(self, step: int, rows: Batch) -> None:
-        """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out."""
+        """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out.
+
+        Column `step`, unless the data has one of its own: the file's name says it too.
+        """
         self.folder.mkdir(exist_ok=True)
         columns = {
             name: _arrow(rows, name)
             for name in rows.names
             if name in ("prompt_ids", "response_ids") or _kept(rows, name)
         }
-        columns["step"] = pa.array(np.full(len(rows), step))
+        columns.setdefault("step", pa.array(np.full(len(rows), step)))
         partial = self.folder / f".step-{step:06d}.parquet"
         pq.write_table(pa.table(columns), partial)
         partial.replace(self.folder / f"step-{step:06d}.parquet")

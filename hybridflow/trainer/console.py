@@ -98,7 +98,7 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.3g}"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 10 else f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,16 @@ def load_rows(config: DataConfig) -> list[Row]:
     return read_rows(config.path, config.split, config.task)
 
 
-def load_validation_rows(config: DataConfig) -> list[Row] | None:
-    """The rows of data.validation_path, else of data.validation_split of data.path; None if that has no such split."""
+def load_validation_rows(config: DataConfig, fallback: bool = False) -> list[Row] | None:
+    """The rows of data.validation_path, else of data.validation_split of data.path; None if that has no such split.
+
+    fallback: data.path itself is meant where it has no splits.
+    """
     if config.validation_path is not None:
         task = config.task if config.validation_path.startswith("reasoning_gym:") else {}
         return read_rows(config.validation_path, config.validation_split, task)
     if not has_splits(config.path):
-        return None
+        return load_rows(config) if fallback else None
     try:
         return read_rows(config.path, config.validation_split, config.task)
     except SplitError:
@@ -45,11 +48,30 @@ def load_validation_rows(config: DataConfig) -> list[Row] | None:
         return None
 
 
+class PromptLimit(NamedTuple):
+    """Most tokens of a prompt. name: what sets it, as it follows `longer than`; remedy: how to have more."""
+
+    tokens: int
+    name: str
+    remedy: str
+
+
+def prompt_limit(max_prompt_tokens: int, context: int | None = None, context_name: str = "") -> PromptLimit:
+    """data.max_prompt_tokens, or what a context of so many tokens leaves beside one of the response, if that is less.
+
+    context: prompt and response together; None: nothing is known of it. context_name: what sets it.
+    """
+    if context is None or max_prompt_tokens < context:
+        return PromptLimit(max_prompt_tokens, f"data.max_prompt_tokens={max_prompt_tokens}", "Raise it")
+    return PromptLimit(context - 1, f"{context_name}={context} leaves room for", "Give them a longer context")
+
+
 class PromptSource:
     """Endless draws from rows, one cursor over all epochs. Draw k depends on (rows, seed, k) alone.
 
     rows: dicts, or a `datasets` Dataset; data.format, chat template and tokenizer are applied when the source is made.
-    first_id: the first draw's group_id. name: what messages call the data; None = data.path.
+    first_id: the first draw's group_id. name: what messages call the data; None = data.path. limit: of a prompt; None =
+    data.max_prompt_tokens.
     notices: what was left out or is missing, for the user to see once. Errors: DataError for rows that cannot be used.
     """
 
@@ -62,8 +84,10 @@ class PromptSource:
         seed: int,
         first_id: int = 0,
         name: str | None = None,
+        limit: PromptLimit | None = None,
     ) -> None:
         self.name = name or config.path
+        self._limit = limit or prompt_limit(config.max_prompt_tokens)
         self.notices: list[str] = []
         self._kind = ROW_KINDS[config.kind]
         self._shuffle, self._seed, self._first_id = config.shuffle, seed, first_id
@@ -155,16 +179,16 @@ class PromptSource:
 
     def _usable(self, tokens: Sequence[Sequence[int]], config: DataConfig) -> list[int]:
         """Rows whose prompt is neither empty, which is an error, nor too long."""
-        limit = config.max_prompt_tokens
+        limit = self._limit
         empty = [i for i, ids in enumerate(tokens) if not ids]
-        long = [i for i, ids in enumerate(tokens) if len(ids) > limit]
+        long = [i for i, ids in enumerate(tokens) if len(ids) > limit.tokens]
         if empty:
             raise DataError(f"{self._where(empty[0])}: the prompt is empty.")
-        said = f"{len(long)} of {len(tokens)} prompts are longer than data.max_prompt_tokens={limit}"
+        said = f"{len(long)} of {len(tokens)} prompts are longer than {limit.name}"
         if len(long) == len(tokens) or (long and config.overlong_prompt == "error"):
             shown = ", ".join(f"row {i + 1} has {len(tokens[i])} tokens" for i in long[:LONG_ROWS_SHOWN])
             drop = "" if len(long) == len(tokens) else "leave them out with data.overlong_prompt=drop, "
-            raise DataError(f"{self.name}: {said}: {shown}. Raise it, {drop}or shorten them in data.format.")
+            raise DataError(f"{self.name}: {said}: {shown}. {limit.remedy}, {drop}or shorten them in data.format.")
         if long:
             self.notices.append(f"{self.name}: {said} and were left out")
         return sorted(set(range(len(tokens))) - set(long))

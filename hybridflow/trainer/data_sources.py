@@ -9,17 +9,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..algorithms.registry import resolve
-from ..errors import DataError, did_you_mean
+from ..errors import DataError
+from .tasks import GYM, check_task
 
 Row = dict[str, Any]
 
-GYM = "reasoning_gym:"
 TEST_SEED_OFFSET = 1_000_000_000  # item i of a task is drawn from seed + i: neighbouring seeds would share problems
 SINGLE_DATASET = "state.json"  # `save_to_disk` of one split writes it
 FUNCTION = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
@@ -34,10 +33,10 @@ def read_rows(path: str, split: str, task: Mapping[str, Any]) -> list[Row]:
     """All rows of one split, each with a column `source` (the data's name, where the rows don't bring their own).
 
     path: as data.path. task: the keys of data.task, for reasoning_gym.
-    Errors: DataError naming the file, the line and the remedy; SplitError; ConfigError for a function that isn't there.
+    Errors: DataError naming the file, the line and the remedy; SplitError; ConfigError for a function that isn't there
+    and as `check_task`.
     """
-    if task and not path.startswith(GYM):
-        raise DataError(f"data.task is read by {GYM}TASK alone, not by data.path={path}.")
+    check_task(path, task)
     name, rows = _read(path, split, task)
     if not rows:
         raise DataError(f"{path}: there are no rows in it.")
@@ -176,20 +175,10 @@ def _of_hub(path: str, split: str) -> list[Row]:
 # ---- tasks and functions
 def _of_reasoning_gym(name: str, split: str, task: Mapping[str, Any]) -> list[Row]:
     """Rows prompt, answer, metadata (JSON). data.task.size: how many; data.task.seed: which."""
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import create_dataset
 
     if split not in ("train", "test"):
         raise SplitError(f"{GYM}{name}: no split {split}; it has train and test.")
-    if name not in DATASETS:
-        raise DataError(
-            f"{GYM}{name}: no such task.{did_you_mean(name, DATASETS)} All: reasoning_gym.factory.DATASETS."
-        )
-    known = [field.name for field in fields(DATASETS[name][1])]
-    for key in task:
-        if key not in known:
-            raise DataError(
-                f"data.task.{key}: {name} has no such key; it has {', '.join(known)}.{did_you_mean(key, known)}"
-            )
     seed = int(task.get("seed") or 0) + (TEST_SEED_OFFSET if split == "test" else 0)
     try:
         items = list(create_dataset(name, **{**task, "seed": seed}))

@@ -15,14 +15,15 @@ Driver = TypeVar("Driver", bound=Callable[..., None])
 MEMORY = "memory"  # data.path of rows given as Python objects
 
 
-def recipe(*overrides: str) -> Callable[[Driver], Driver]:
+def recipe(*overrides: str, trains: bool = True) -> Callable[[Driver], Driver]:
     """Names a driver (after its function) and gives it default overrides, in Hydra's own words.
 
-    It becomes a command: `hybridflow NAME`, or `hybridflow path/to/file.py:NAME` from a file of your own.
+    It becomes a command: `hybridflow NAME`, or `hybridflow path/to/file.py:NAME` from a file of your own. trains=False:
+    it validates and takes no steps.
     """
 
     def wrap(driver: Driver) -> Driver:
-        driver.overrides = overrides  # type: ignore[attr-defined]
+        driver.overrides, driver.trains = overrides, trains  # type: ignore[attr-defined]
         return register("recipe")(driver)
 
     return wrap
@@ -45,7 +46,7 @@ def configure(*overrides: str, recipe: Callable[..., None] | None = None) -> Con
 
 def execute(driver: Callable[..., None], config: Config, **given: Any) -> Run:
     """Run a driver to its end; keyword arguments are Run's. The run is closed, whatever happens."""
-    with Run(config, name=driver.__name__, **given) as run:
+    with Run(config, name=driver.__name__, trains=getattr(driver, "trains", True), **given) as run:
         if options_type(driver) is None:
             driver(run)
         else:

@@ -19,7 +19,8 @@ CURVES = {  # title -> metrics drawn together
     "Clipped tokens (share)": ["actor/clip_fraction"],
     "Gradient norm": ["actor/grad_norm"],
     "Response length (tokens)": ["rollout/length_mean", "rollout/length_max"],
-    "Share truncated, groups without variance": ["rollout/truncated", "groups/without_variance"],
+    "Truncated rollouts (share)": ["rollout/truncated"],
+    "Groups without variance": ["groups/without_variance"],
     "Seconds per step": ["time/step"],
 }
 PAGE = Template("""<!doctype html>

@@ -1,10 +1,10 @@
-"""Going on where a run stopped: from which checkpoint, whether it is this run's, what the driver has to remember."""
+"""Going on where a run stopped: what the driver has to remember, and whether a checkpoint is this run's."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import random
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from ..algorithms.registry import resolve
 from ..errors import CheckpointError
-from .checkpoint import Checkpoints, verify
+from .config import Config, resolved
+from .tree import leaves
 
 DRIVER_FILE = "driver.pkl"
 FREE = (  # may differ between a run and its resumption: they change how a run goes, not what it computes
     "run.",
     "validation.",
     "rollout.",
+    "data.path",  # its content is compared
     "data.validation_",
     "reward.workers",
     "reward.timeout_s",
@@ -42,8 +45,8 @@ class DriverState:
     stateful: dict[str, Any]
     metrics_bytes: int
     seconds: float
-    random: Any
-    numpy: Any
+    stopped: str | None
+    random: tuple[Any, Any, Any]
 
     def write(self, checkpoint: Path) -> None:
         with (checkpoint / DRIVER_FILE).open("wb") as file:
@@ -59,23 +62,51 @@ class DriverState:
 
     def restore_random(self) -> None:
         """The driver's own random generators, which a user's code may draw from."""
-        random.setstate(self.random)
-        np.random.set_state(self.numpy)
+        import torch
+
+        python, numpy, tensors = self.random
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensors)
 
 
-def checkpoint_to_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """The verified checkpoint that run.resume names. Errors: CheckpointError if it isn't there, or damaged."""
-    if resume == "never":
-        return None
-    found = checkpoints.latest() if resume == "auto" else Path(resume)
-    if found is not None:
-        verify(found)
-    return found
+def random_state() -> tuple[Any, Any, Any]:
+    """Python's, numpy's and torch's generators, for DriverState."""
+    import torch
+
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """The configuration with what its paths lead to: a model folder by its content, a file of functions by its text."""
+    tree = resolved(config)
+    for node in ("model", "reference"):
+        tree[node]["path"] = _model_content(tree[node]["path"])
+    for kind in ("advantage", "loss"):
+        tree[kind]["name"] = _function_content(tree[kind]["name"], kind)
+    tree["reward"]["functions"] = [_function_content(spec, "reward") for spec in tree["reward"]["functions"]]
+    return tree
+
+
+def _model_content(path: str | None) -> str | None:
+    """A local folder by its configuration and the names and sizes of its weights; anything else by its name."""
+    folder = Path(path).expanduser() if path else None
+    if folder is None or not folder.is_dir():
+        return path
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return f"{folder.name} ({digest.hexdigest()})"
+
+
+def _function_content(spec: str, kind: str) -> str:
+    """A function from a file by the file's content; anything else by its name."""
+    return f"{spec} ({resolve(spec, kind).__module__})" if ".py:" in spec else spec
 
 
 def check_same_run(saved: DriverState, config: Mapping[str, Any], data: str, checkpoint: Path) -> None:
     """Errors: CheckpointError listing every key by which the checkpoint's run differs in what it computes."""
-    old, new = flat(saved.config), flat(config)
+    old, new = dict(leaves(saved.config)), dict(leaves(config))
     differing = [key for key in sorted(old.keys() | new.keys()) if not _free(key) and old.get(key) != new.get(key)]
     lines = [f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} here" for key in differing]
     if saved.data != data:
@@ -87,28 +118,6 @@ def check_same_run(saved: DriverState, config: Mapping[str, Any], data: str, che
             + "\nGive the same settings "
             "to go on, another run.dir for a new run, or run.resume=never to start over (the old folder is kept aside)."
         )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested configuration as {"model.path": ...}."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
-
-
-def move_aside(folder: Path) -> Path:
-    """Rename a folder to the first free `folder.N`; nothing of an earlier run is ever overwritten."""
-    number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-    return Path(shutil.move(folder, folder.with_name(f"{folder.name}.{number}")))
-
-
-def random_state() -> tuple[Any, Any]:
-    """Python's and numpy's generators, for DriverState."""
-    return random.getstate(), np.random.get_state()
 
 
 def _free(key: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 from ..algorithms.config import AlgorithmConfig
 from ..algorithms.registry import Loss, name_of, resolve
 from ..batch import Batch, Metrics
+from ..controller.group import WorkerGroup
 from ..controller.runtime.inline import InlineGroup
 from ..controller.trace import Trace
 from ..controller.worker import Worker
@@ -20,12 +21,13 @@ from ..errors import ConfigError
 from ..workers.actor import Actor
 from ..workers.settings import Settings
 from .advantages import Advantages
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, move_aside
 from .completions import Completions
 from .config import Config, check, resolved, to_yaml, unread_by_roles
 from .console import Console, plan
+from .export import export, exported_step
 from .report import write_report
-from .resume import DriverState, check_same_run, checkpoint_to_resume, move_aside, random_state
+from .resume import DriverState, check_same_run, comparable, random_state
 from .rows import RunRows
 from .tracking import MetricsFile, Tracker
 from .validation import Validation
@@ -55,7 +57,8 @@ class Run:
     """One training run. Single use: declare groups and state, then step; close it, or use it as a context manager.
 
     rows, validation_rows: data already in memory, in the place of data.path and data.validation_path. `step`: steps
-    committed. `last_rows`: what the last step recorded.
+    committed. `last_rows`: what the last step recorded. trains=False: it only validates, so that no optimizer is made,
+    no training row read, and nothing resumed.
     """
 
     def __init__(
@@ -65,10 +68,12 @@ class Run:
         name: str = "run",
         rows: Sequence[Mapping[str, Any]] | None = None,
         validation_rows: Sequence[Mapping[str, Any]] | None = None,
+        trains: bool = True,
     ) -> None:
         check(config)
         self.config = config
         self.name = name
+        self.trains = trains
         self.folder = Path(config.run.dir)
         self.seed: int = config.run.seed
         self.algorithm: AlgorithmConfig = config.algorithm
@@ -79,6 +84,7 @@ class Run:
         self.step = 0
         self.last_rows: Batch | None = None
         self._checked = False
+        self._validates = False
         self._done = False
         self._commit_seconds = 0.0
         self._trackers: Sequence[Tracker] = ()
@@ -88,7 +94,7 @@ class Run:
         self._parts: list[Batch | Mapping[str, float]] = []
         self._stop_reason: str | None = None
         self._checkpoints = Checkpoints(self.folder / "checkpoints", config.run.checkpoints_kept)
-        self._resumed_from = checkpoint_to_resume(config.run.resume, self._checkpoints)
+        self._resumed_from = self._checkpoints.to_resume(config.run.resume) if trains else None
         self._saved = DriverState.read(self._resumed_from) if self._resumed_from else None
         self._advantages = self.stateful("kl", Advantages(config.algorithm, config.advantage))
 
@@ -139,6 +145,9 @@ class Run:
 
         Between two steps, and only there, metrics are committed, checkpoints written, validation run, the end decided.
         """
+        if not self.trains:
+            raise ConfigError(f"{self.name} was started to validate only (trains=False): it takes no steps.")
+        self._validates = validate is not None
         if not self._start(validate):
             return
         while not self._done:
@@ -165,7 +174,7 @@ class Run:
 
     def validate(self, fn: Rollout) -> Metrics:
         """`fn` on the validation rows with validation.sampling: means of reward, components and loss, pass@k."""
-        self._check_roles(trains=False)
+        self._check_roles()
         metrics = self._validation.run(fn)
         self.console.idle()
         return metrics
@@ -212,7 +221,8 @@ class Run:
             reference_path=config.reference.path,
             seed=self.seed,
             deterministic=config.run.deterministic,
-            optimizer_steps=self.total_steps * self._optimizer_steps_a_step,
+            trains=self.trains,
+            optimizer_steps=self.total_steps * self._optimizer_steps_a_step if self.trains else 0,
         )
 
     @cached_property
@@ -264,39 +274,32 @@ class Run:
         return self.folder / "export"
 
     # ---- start, commit, finish
-    def _check_roles(self, *, trains: bool) -> None:
+    def _check_roles(self) -> None:
         """Once, at the first step or validation, when the driver has declared what it uses."""
         if not self._checked:
-            unread_by_roles(self.config, set(self._handles), self.name, trains=trains)
+            unread_by_roles(self.config, set(self._handles), self.name, trains=self.trains)
             self._checked = True
 
     def _start(self, validate: Rollout | None) -> bool:
         """Whether anything is left to do; if so, everything declared is up and restored."""
-        self._check_roles(trains=True)
+        self._check_roles()
+        from ..device import seed_everything  # brings torch
+
         self._began = time.perf_counter()
-        if self.config.run.resume == "never" and self.folder.exists():
-            self.console.say(f"run.resume=never: the earlier run is kept as {move_aside(self.folder)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = MetricsFile(self.folder / "metrics.jsonl")
-        self._completions = Completions(self.folder / "completions")
-        data = self.config.data
-        self.console.say(
-            plan(data.rows_per_step, self.sampling.n, self._optimizer_steps_a_step, data.kind, self.total_steps)
-        )
+        self._prepare_folder()
+        rows, n, kind = self.config.data.rows_per_step, self.sampling.n, self.config.data.kind
+        self.console.say(plan(rows, n, self._optimizer_steps_a_step, kind, self.total_steps))
+        seed_everything(self.seed)
         if self._saved is not None:
             self._resume(self._saved)
-        else:
-            self._metrics.cut(0)
         (self.folder / "config.yaml").write_text(to_yaml(self.config))
         self._trackers = [self._tracker(name) for name in self.config.run.trackers]
-        self._done = self.step >= self.total_steps
-        if self._done and (self._export_folder.is_dir() or not self.config.run.export):
+        if self._done and (not self.config.run.export or exported_step(self._export_folder) == self.step):
             return False
-        for handle in self._handles.values():
-            if handle.group is not None and not handle.off:
-                handle.group.start()
-                if self._resumed_from is not None:
-                    handle.group.load(self._resumed_from / handle.name)
+        for name, group in self._running():
+            group.start()
+            if self._resumed_from is not None:
+                group.load(self._resumed_from / name)
         if self._saved is not None:
             self._saved.restore_random()
         elif validate is not None and self._validation.due(0, last=False):
@@ -304,16 +307,33 @@ class Run:
         self.trace.commit(self.step)
         return True
 
+    def _prepare_folder(self) -> None:
+        """The run folder, without what belongs to another run: that is kept aside."""
+        resumed = self._resumed_from
+        own = resumed is not None and resumed.resolve().parent == self._checkpoints.folder.resolve()
+        if not own and (self.folder / "metrics.jsonl").exists() and self._checkpoints.started_from() != resumed:
+            self.console.say(f"what an earlier run left in {self.folder} is kept as {move_aside(self.folder)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self._metrics.cut(self._saved.metrics_bytes if own and self._saved is not None else 0)
+        self._completions = Completions(self.folder / "completions")
+
     def _resume(self, saved: DriverState) -> None:
         assert self._resumed_from is not None
-        check_same_run(saved, resolved(self.config), self._rows.fingerprint, self._resumed_from)
+        check_same_run(saved, comparable(self.config), self._rows.fingerprint, self._resumed_from)
+        if self.config.run.resume == str(self._resumed_from):
+            for path in self._checkpoints.go_back_to(self._resumed_from, saved.step):
+                self.console.say(f"a checkpoint that {self._resumed_from.name} does not lead to is kept as {path}")
         self.step = saved.step
         self._rows.load_state_dict(saved.cursor)
-        self._metrics.cut(saved.metrics_bytes)
         self._began -= saved.seconds
-        _ = self._validation
         self.console.say(f"resuming after step {saved.step} of {self.total_steps}, from {self._resumed_from}")
-        if self.step >= self.total_steps:
+        self._stop_reason = saved.stopped if self.config.run.resume == "auto" else None
+        reason = self._why_stop()
+        self._done = reason is not None or self.step >= self.total_steps
+        if reason is not None:
+            self.console.say(f"this run has stopped: {reason}. To go on all the same, run.resume={self._resumed_from}.")
+        elif self._done:
             self.console.say(
                 f"this run is finished: all {self.total_steps} steps are done. To go on longer raise run.steps or "
                 "run.epochs; for a new run give another run.dir."
@@ -332,8 +352,6 @@ class Run:
             validated = self._validated(validate)
             metrics |= validated
             best = validated["val/best"] > 0
-            if self._validation.out_of_patience:
-                self.stop(f"{self.config.validation.patience} validations without improvement (validation.patience)")
         length = self._log(metrics)
         every = self.config.run.checkpoint_steps
         self._done = self._last_step()
@@ -342,10 +360,22 @@ class Run:
         self.trace.commit(self.step)
 
     def _last_step(self) -> bool:
+        return self.step >= self.total_steps or self._why_stop() is not None
+
+    def _why_stop(self) -> str | None:
+        """Why the run ends before its steps are done: the driver's own reason, run.max_hours, validation.patience."""
         hours = self.config.run.max_hours
-        if self._stop_reason is None and hours is not None and time.perf_counter() - self._began > hours * 3600:
-            self.stop(f"run.max_hours={hours} are over")
-        return self.step >= self.total_steps or self._stop_reason is not None
+        if self._stop_reason is not None:
+            return self._stop_reason
+        if hours is not None and time.perf_counter() - self._began > hours * 3600:
+            return f"run.max_hours={hours} are over"
+        if self._validates and self._validation.out_of_patience:
+            return f"{self.config.validation.patience} validations without improvement (validation.patience)"
+        return None
+
+    def _running(self) -> Iterator[tuple[str, WorkerGroup]]:
+        """Name and group of each role that is not switched off."""
+        return ((name, h.group) for name, h in self._handles.items() if h.group is not None and not h.off)
 
     def _recorded(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -376,35 +406,33 @@ class Run:
 
         def write(folder: Path) -> None:
             state.write(folder)
-            for handle in self._handles.values():
-                if handle.group is not None and not handle.off:
-                    handle.group.save(folder / handle.name)
+            for name, group in self._running():
+                group.save(folder / name)
 
         self.console.waiting(f"checkpoint of step {self.step}")
         self._checkpoints.save(self.step, write, best=best)
         self.console.idle()
 
     def _driver_state(self, metrics_bytes: int) -> DriverState:
-        python, numpy = random_state()
         return DriverState(
             step=self.step,
-            config=resolved(self.config),
+            config=comparable(self.config),
             data=self._rows.fingerprint,
             cursor=self._rows.state_dict(),
             handles={name: handle.state_dict() for name, handle in self._handles.items()},
             stateful={n: dict(o) if isinstance(o, dict) else o.state_dict() for n, o in self._stateful.items()},
             metrics_bytes=metrics_bytes,
             seconds=time.perf_counter() - self._began,
-            random=python,
-            numpy=numpy,
+            stopped=self._stop_reason,
+            random=random_state(),
         )
 
     def _finish(self) -> None:
-        if self._stop_reason is not None:
-            self.console.say(f"stopped after step {self.step}: {self._stop_reason}")
+        if self.step < self.total_steps:
+            self.console.say(f"stopped after step {self.step}: {self._why_stop()}")
         actor = next((handle for handle in self._handles.values() if isinstance(handle, Actor)), None)
         if self.config.run.export and actor is not None:
-            actor.export(self._export_folder)
+            export(self._export_folder, self.step, actor.export)
             self.console.idle()
             self.console.say(f"model exported to {self._export_folder}")
         samples = None if self.last_rows is None else self.last_rows.take(slice(SAMPLES_IN_REPORT))

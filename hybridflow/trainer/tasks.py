@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-from .data_sources import GYM
+
+GYM = "reasoning_gym:"
 
 
 def check_task(path: str, task: Mapping[str, Any]) -> None:

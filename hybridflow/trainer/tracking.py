@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -41,7 +42,7 @@ class MetricsFile:
     def cut(self, length: int) -> None:
         """Drop what was written after a commit."""
         if self.path.exists():
-            os.truncate(self.path, length)
+            os.truncate(self.path, min(length, self.path.stat().st_size))
 
     def rows(self) -> list[dict[str, float]]:
         """All lines."""
@@ -76,7 +77,12 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError("run.trackers names wandb, which is not installed: pip install wandb.") from error
-        self._run = wandb.init(id=folder.name, name=folder.name, dir=str(folder), config=dict(config), resume="allow")
+        id_file = folder / "wandb-id"  # the same run after a resume, another one in another folder
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            id=id_file.read_text(), name=folder.name, dir=str(folder), config=dict(config), resume="allow"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

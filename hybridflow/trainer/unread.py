@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..algorithms.objective import reads_old_logprobs
+from ..algorithms.registry import Loss, resolve
 from ..errors import ConfigError
+from .data_sources import has_splits
 from .tree import Config
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`keys` (or nodes, with all their keys) are read by nothing while `idle`; `why` completes `KEY is set, but`."""
+    """`keys` (or nodes, with all their keys) are read by nothing while `idle`; `why`, a format of the configuration
+    `c`, completes `KEY is set, but`."""
 
     keys: tuple[str, ...]
     idle: Callable[[Config], bool]
     why: str
+
+
+def _old_logprobs_are_read(config: Config) -> bool:
+    loss = Loss(config.loss.name, **config.loss.options)
+    return reads_old_logprobs(loss, config.algorithm, resolve(config.advantage.name, "advantage"))
 
 
 RULES = (
@@ -38,6 +47,26 @@ RULES = (
         ("algorithm.kl_stop",),
         lambda c: c.algorithm.epochs * c.algorithm.minibatches == 1,
         "there is one optimizer step per batch, nothing to stop early: set algorithm.epochs or algorithm.minibatches.",
+    ),
+    Rule(
+        ("algorithm.old_policy",),
+        lambda c: not _old_logprobs_are_read(c),
+        "loss={c.loss.name} reads no old log-probs: leave it out, or say loss=ppo_clip or algorithm.kl=reward.",
+    ),
+    Rule(
+        ("data.split",),
+        lambda c: not has_splits(c.data.path),
+        "data.path={c.data.path} has no splits: leave it out, or give a folder with a file for each.",
+    ),
+    Rule(
+        ("data.validation_split",),
+        lambda c: c.data.validation_path is None and not has_splits(c.data.path),
+        "data.path={c.data.path} has no splits: set data.validation_path.",
+    ),
+    Rule(
+        ("data.validation_split",),
+        lambda c: c.data.validation_path is not None and not has_splits(c.data.validation_path),
+        "data.validation_path={c.data.validation_path} has no splits: leave it out.",
     ),
     Rule(
         ("reference",),
@@ -89,6 +118,7 @@ READ_BY_TRAINING = (
 )
 READ_BETWEEN_STEPS = ("validation.before_training", "validation.metric")
 """What only validation by steps() reads; a driver's own run.validate reads the rest of the node."""
+READ_BY_VALIDATION = ("validation", "data.validation_rows", "data.validation_split")
 
 
 def unread(config: Config) -> None:
@@ -96,7 +126,7 @@ def unread(config: Config) -> None:
     for key in sorted(config.said):
         for rule in RULES:
             if _among(key, rule.keys) and rule.idle(config):
-                raise ConfigError(f"{key} is set, but {rule.why}")
+                raise ConfigError(f"{key} is set, but {rule.why.format(c=config)}")
 
 
 def unread_by_roles(config: Config, roles: Iterable[str], recipe: str, *, trains: bool = True) -> None:
@@ -107,14 +137,14 @@ def unread_by_roles(config: Config, roles: Iterable[str], recipe: str, *, trains
     declared = set(roles)
     for role, keys in NODE_OF_ROLE.items():
         if role not in declared:
-            _refuse(config, keys, f"{recipe} has no {role}.")
+            refuse(config, keys, f"{recipe} has no {role}.")
     if config.data.kind != "prompts":
         keep = ("sampling.max_new_tokens",) if config.algorithm.aggregation == "sequence_sum_constant" else ()
-        _refuse(config, READ_BY_SAMPLING, f"{recipe} samples nothing (data.kind={config.data.kind}).", but=keep)
+        refuse(config, READ_BY_SAMPLING, f"{recipe} samples nothing (data.kind={config.data.kind}).", but=keep)
     if not trains:
-        _refuse(config, READ_BY_TRAINING, f"{recipe} does not train.")
+        refuse(config, READ_BY_TRAINING, f"{recipe} does not train.")
     elif config.validation.every_steps == 0:
-        _refuse(config, READ_BETWEEN_STEPS, "validation.every_steps=0 validates never: set it above 0.")
+        refuse(config, READ_BETWEEN_STEPS, "validation.every_steps=0 validates never: set it above 0.")
     if "reward" in declared and not config.reward.functions:
         raise ConfigError(
             f"{recipe} needs a reward: say reward.functions=[exact], math or last_integer (a response against the "
@@ -122,7 +152,13 @@ def unread_by_roles(config: Config, roles: Iterable[str], recipe: str, *, trains
         )
 
 
-def _refuse(config: Config, keys: tuple[str, ...], why: str, but: tuple[str, ...] = ()) -> None:
+def unread_without_validation(config: Config, why: str) -> None:
+    """Errors: ConfigError for a key of validation that was set, though there are no validation rows; `why` says why."""
+    refuse(config, READ_BY_VALIDATION, f"there are no validation rows: {why}")
+
+
+def refuse(config: Config, keys: tuple[str, ...], why: str, but: tuple[str, ...] = ()) -> None:
+    """Errors: ConfigError if one of these keys (or one of a node) was set; `why` completes `KEY is set, but`."""
     for key in sorted(config.said):
         if _among(key, keys) and key not in but:
             raise ConfigError(f"{key} is set, but {why}")

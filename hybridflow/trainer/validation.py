@@ -13,9 +13,7 @@ from ..engines import Sampling
 from ..errors import ConfigError
 from .config import ValidationConfig
 
-SOLVED = 0.999  # a sample counts as solved from this reward on
-
-
+SOLVED = 0.999  # a sample counts as solved from this value of its first reward function on
 LOWER_IS_BETTER = ("loss",)
 
 
@@ -70,6 +68,8 @@ def validation_metrics(rows: Batch, pass_at: Sequence[int]) -> dict[str, float]:
     """Mean of reward, of every reward/* component and of loss over kept rows; pass@k; the same for each source if there
     are several; `errors`: rows that could not be scored, which count as 0 in the reward and as unsolved.
 
+    A sample is solved if the first component that applies to it (the first column reward/* that is not NaN: the first
+    function of reward.functions) is at least 0.999, whatever reward.weights say; without components, if the reward is.
     Errors: ValueError from pass_at_k if a k is over the number of samples of a prompt.
     """
     names = [n for n in rows.names if n in ("reward", "loss") or n.startswith("reward/")]
@@ -111,7 +111,15 @@ def _means(data: Batch, names: Sequence[str], pass_at: Sequence[int]) -> dict[st
         if known.any():
             metrics[name] = float(values[known].mean())
     if "reward" in names:
-        solved = keep & (data.array("reward") >= SOLVED)
+        solved = keep & (_judged_by(data, names) >= SOLVED)
         metrics |= {f"pass@{k}": pass_at_k(solved, data.array("group_id"), k) for k in pass_at}
         metrics["errors"] = float((~keep).sum())
     return metrics
+
+
+def _judged_by(data: Batch, names: Sequence[str]) -> NDArray[np.floating]:
+    """What says whether a sample is solved, [rows]."""
+    judge = np.full(len(data), np.nan)
+    for name in (*(n for n in names if n.startswith("reward/")), "reward"):
+        judge = np.where(np.isnan(judge), data.array(name), judge)
+    return judge

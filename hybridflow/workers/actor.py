@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ..algorithms.objective import PolicyObjective
+from ..algorithms.objective import PolicyObjective, reads_old_logprobs
 from ..algorithms.registry import Loss
 from ..batch import Batch, Metrics, RowKind, row_ids
 from ..columns import FinishReason, Ragged, objects
 from ..controller.protocols import DP, ONE_TO_ALL
 from ..controller.worker import Worker, remote
 from ..engines import RolloutEngine, Sampling, TrainEngine
+from ..errors import EngineError
 from .engine_table import rollout_engine, train_engine
 from .settings import Settings
 
@@ -43,9 +44,10 @@ class Actor(Worker[Settings]):
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """Column old_logprobs as algorithm.old_policy says: recompute (a forward pass), rollout (the engine's own, no
-        pass), current (no column: the loss takes the current ones, detached)."""
+        pass), current (no column: the loss takes the current ones, detached). No column either where neither the loss
+        nor KL in the reward reads it."""
         policy = self.settings.algorithm.old_policy
-        if policy == "current":
+        if policy == "current" or not reads_old_logprobs(self.settings.loss, self.settings.algorithm):
             return type(batch)({}, batch.ids)
         if policy == "rollout":
             return batch.select("rollout_logprobs").rename(old_logprobs="rollout_logprobs")
@@ -86,8 +88,8 @@ class Actor(Worker[Settings]):
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), sampling.n))
         carried = {name: repeated.column(name) for name in repeated.names}
         rollout_id = first_rollout + np.arange(n)
-        reasons = rollouts.array("finish_reason")
-        failed = reasons == FinishReason.ERROR
+        failed = rollouts.array("finish_reason") == FinishReason.ERROR
+        self._check_failed(int(failed.sum()), n)
         own = {
             **{name: rollouts.column(name) for name in rollouts.names if name != "group_id"},
             "rollout_id": rollout_id,
@@ -112,7 +114,8 @@ class Actor(Worker[Settings]):
     @remote(DP)
     def log_probs(self, batch: Batch, to: str) -> Batch:
         """One forward pass with the training weights, into the column `to` (0 on rows with keep = 0)."""
-        return forward_column(self._train, batch, to)
+        column = forward_column(self._train, batch, to)
+        return column.with_metrics(_mismatch(batch, column.ragged(to))) if "rollout_logprobs" in batch else column
 
     @remote(DP)
     def step(self, batch: Batch, loss: LossLike | None = None) -> Metrics:
@@ -135,7 +138,7 @@ class Actor(Worker[Settings]):
         from .models.loading import load_tokenizer  # brings torch and transformers: not for a driver that only declares
 
         self._tokenizer = load_tokenizer(self.settings.model)
-        self._train = train_engine(self.settings)
+        self._train = train_engine(self.settings, trainable=self.settings.trains)
 
     def save_rank(self, folder: Path) -> None:
         self._train.save(folder)
@@ -163,6 +166,15 @@ class Actor(Worker[Settings]):
         chosen = self.settings.loss if loss is None else loss if isinstance(loss, Loss) else Loss(loss)
         return PolicyObjective(chosen, self.settings.algorithm, self.settings.sampling.max_new_tokens)
 
+    def _check_failed(self, failed: int, total: int) -> None:
+        most = self.settings.reward.max_error_fraction
+        if failed > most * total:
+            raise EngineError(
+                f"{failed} of {total} rollouts met a NaN in the model's logits, more than reward.max_error_fraction="
+                f"{most}: the weights have overflowed. Go back to an earlier checkpoint with a lower training.lr, or "
+                "set training.precision=fp32."
+            )
+
     def _texts(self, responses: Ragged) -> Sequence[str]:
         texts: list[str] = self._tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True)
         return texts
@@ -176,6 +188,18 @@ def forward_column(engine: TrainEngine, batch: Batch, to: str) -> Batch:
     of_kept = engine.forward(batch.take(np.flatnonzero(kept)), ["logprobs"])
     values[np.repeat(kept, responses.lengths)] = of_kept.ragged("logprobs").values
     return Batch({to: responses.with_values(values)}, batch.ids)
+
+
+def _mismatch(batch: Batch, trainer: Ragged) -> Metrics:
+    """How far the trainer's log-probs of the sampled tokens are from the sampler's, on kept rows."""
+    sampled = batch.ragged("response_mask").values & np.repeat(batch.array("keep"), trainer.lengths)
+    difference = (trainer.values - batch.ragged("rollout_logprobs").values)[sampled]
+    if not len(difference):
+        return {}
+    return {
+        "rollout/logprob_difference_mean": float(np.abs(difference).mean()),
+        "rollout/logprob_difference_max": float(np.abs(difference).max()),
+    }
 
 
 def _rollout_metrics(rollouts: Batch) -> Metrics:

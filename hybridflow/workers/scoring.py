@@ -58,7 +58,7 @@ class Scorer:
 
     functions: name, function, weight of each. A function's positional parameters are columns of its row; it returns a
     number, None (not applicable), or a dict with `reward` whose other numbers become metrics; it may be async.
-    component_weights: of the columns reward/* that batches bring along; 1 where none is given.
+    Columns reward/* that a batch brings along are components too, of weight 1.
     Errors: ConfigError for names that clash, options without a default, functions that cannot be sent to a process.
     """
 
@@ -66,12 +66,13 @@ class Scorer:
         self,
         functions: Sequence[tuple[str, Callable[..., Any], float]],
         config: RewardConfig,
-        component_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._config = config
         self._functions = [RewardFunction(name, fn, columns_of(fn)) for name, fn, _ in functions]
-        _check_functions(self._functions)
-        self._weights = {**(component_weights or {}), **{name: weight for name, _, weight in functions}}
+        check_names([fn.name for fn in self._functions])
+        for fn in self._functions:
+            options_of(fn.call)
+        self._weights = {name: weight for name, _, weight in functions}
         self._calls: Calls = (
             WorkerPool(self._functions, config.workers, config.timeout_s)
             if config.workers and functions
@@ -234,13 +235,12 @@ def _row_values(batch: Batch, name: str) -> Sequence[Any]:
     return values
 
 
-def _check_functions(functions: Sequence[RewardFunction]) -> None:
-    names = [fn.name for fn in functions]
-    for fn in functions:
-        options_of(fn.call)
-        if names.count(fn.name) > 1:
-            raise ConfigError(f"reward.functions has two functions named {fn.name}: rename one.")
-        if fn.name in OWN_METRICS or "/" in fn.name:
+def check_names(names: Sequence[str]) -> None:
+    """Each reward function has a column reward/NAME of its own. Errors: ConfigError naming the one that has not."""
+    for name in names:
+        if names.count(name) > 1:
             raise ConfigError(
-                f"reward {fn.name}: the metric reward/{fn.name} has a meaning already: rename the function."
+                f"reward.functions: two are called '{name}', but reward/{name} is one column: rename one."
             )
+        if name in OWN_METRICS or "/" in name:
+            raise ConfigError(f"reward {name}: the metric reward/{name} has a meaning already: rename the function.")

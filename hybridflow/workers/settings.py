@@ -19,7 +19,8 @@ from .training.config import FSDPConfig
 class Settings:
     """Frozen once the run has started.
 
-    reward_functions: name, function, weight of each. optimizer_steps: of the whole run, for schedules.
+    reward_functions: name, function, weight of each. trains: whether anything will be learned. optimizer_steps: of the
+    whole run, for schedules.
     """
 
     model: ModelConfig
@@ -33,4 +34,5 @@ class Settings:
     reference_path: str | None
     seed: int
     deterministic: bool
+    trains: bool
     optimizer_steps: int

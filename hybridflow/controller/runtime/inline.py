@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...batch import Batch
+from ...errors import HybridFlowError
 from ...layout import ParallelLayout
 from ..batch_ref import BatchRef
 from ..group import WorkerGroup
@@ -39,11 +40,15 @@ class InlineGroup(WorkerGroup):
         worker = self._started()
         batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Batch)), None)
         with self._trace.call(self.name, method, inputs=batch) as span:
-            [(rank_args, rank_kwargs)] = protocol.distribute(
-                self.layout, [_here(a) for a in args], {k: _here(v) for k, v in kwargs.items()}
-            )
+            [(rank_args, rank_kwargs)] = protocol.distribute(self.layout, args, kwargs)
             try:
-                result = getattr(worker, method)(*rank_args, **rank_kwargs)
+                result = getattr(worker, method)(
+                    *(_here(value) for value in rank_args),
+                    **{name: _here(value) for name, value in rank_kwargs.items()},
+                )
+            except HybridFlowError as error:
+                error.where = error.where or f"{self.name}.{method}, rank 0"
+                raise
             except Exception as error:
                 error.add_note(f"in {self.name}.{method}, rank 0 (inline)")
                 raise
@@ -55,7 +60,8 @@ class InlineGroup(WorkerGroup):
 
     def on_ranks(self, fn: Callable[..., R], args: Sequence[Any], ranks: Sequence[int] | None) -> list[R]:
         worker = self._started()
-        return [fn(worker, *args) for rank in ([0] if ranks is None else ranks) if self.layout.coordinates(rank)]
+        here = [_here(value) for value in args]
+        return [fn(worker, *here) for rank in ([0] if ranks is None else ranks) if self.layout.coordinates(rank)]
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
