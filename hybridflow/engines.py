@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,26 @@ if TYPE_CHECKING:
     import torch
 
     from .batch import Metrics
+
+
+SAMPLING_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda n: n >= 1, "at least 1"),
+    "temperature": (lambda t: t >= 0, "at least 0"),
+    "max_new_tokens": (lambda n: n >= 1, "at least 1"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1 (1 = all tokens)"),
+    "min_p": (lambda p: 0 <= p <= 1, "between 0 (all tokens) and 1"),
+    "top_k": (lambda k: k >= 1 or k == -1, "at least 1, or -1 for all tokens"),
+    "banned_tokens": (lambda ids: all(i >= 0 for i in ids), "a list of token ids, which are 0 or more"),
+    "stop": (lambda ends: "" not in ends, "without an empty string, which would end every response at once"),
+}
+
+
+def check_sampling(values: Any, where: str) -> None:
+    """Errors: ConfigError for the first value outside its range. values: has the fields of `Sampling`."""
+    for name, (is_legal, legal) in SAMPLING_RANGES.items():
+        value = getattr(values, name)
+        if not is_legal(value):
+            raise ConfigError(f"{where}.{name}={value}: it is {legal}.")
 
 
 @dataclass(frozen=True)
@@ -40,17 +60,7 @@ class Sampling:
     fresh: bool = True
 
     def __post_init__(self) -> None:
-        wrong = {
-            "n": self.n < 1,
-            "temperature": self.temperature < 0,
-            "top_p": not 0 < self.top_p <= 1,
-            "top_k": self.top_k < 1 and self.top_k != -1,
-            "min_p": not 0 <= self.min_p <= 1,
-            "max_new_tokens": self.max_new_tokens < 1,
-            "stop": "" in self.stop,
-        }
-        for name in (name for name, is_wrong in wrong.items() if is_wrong):
-            raise ConfigError(f"Sampling({name}={getattr(self, name)!r}): see its docstring for what is legal.")
+        check_sampling(self, "Sampling")
 
     def greedy(self) -> Sampling:
         """One sample, the most probable token each time."""

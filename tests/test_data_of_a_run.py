@@ -78,7 +78,8 @@ def test_keys_that_rows_in_memory_leave_unread_are_refused(word: str, validation
 
 def test_a_prompt_that_fills_the_models_context_is_left_out_and_said(tiny_model: Path) -> None:
     heard: list[str] = []
-    rows = [*ROWS, {"prompt": "1" * 4096}, {"prompt": "1" * 4095}]
+    template = len("SuserNENSassistantN")  # S and E: the tokens of a turn's start and end, N: a newline
+    rows = [*ROWS, {"prompt": "1" * (4095 - template)}, {"prompt": "1" * (4096 - template)}]
     made = rows_of(
         "data.path=memory", "data.max_prompt_tokens=9999", rows=rows, model=tiny_model, context=None, said=heard
     )

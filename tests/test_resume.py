@@ -171,9 +171,7 @@ def test_an_edited_reward_file_is_another_setting(tiny_model: Path, tmp_path: Pa
         quick(tiny_model, tmp_path / "run", "run.steps=2", reward=f"{file}:score")
 
 
-def test_a_driver_that_draws_from_global_generators_resumes_to_the_same_draws(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_driver_that_draws_from_global_generators_resumes_to_the_same_draws(tiny_model: Path, tmp_path: Path) -> None:
     @recipe("algorithm=grpo")
     def drawing(run: Run) -> None:
         actor, reward = run.groups(Actor, Reward)

@@ -37,7 +37,7 @@ WARMUP = (
 GRPO = (
     *COMMON,
     "sampling.max_new_tokens=32",
-    "run.steps=90",
+    "run.steps=140",
     "data.rows_per_step=32",
     "sampling.n=8",
     "algorithm.minibatches=2",

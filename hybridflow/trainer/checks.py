@@ -13,12 +13,13 @@ from typing import Any
 
 from ..algorithms.objective import check_old_policy
 from ..algorithms.registry import Loss, resolve
+from ..engines import check_sampling
 from ..errors import ConfigError, did_you_mean
 from ..workers.scoring import check_names
 from .data_config import DataConfig
 from .data_sources import FUNCTION
 from .tasks import GYM, check_task
-from .tree import Config, SamplingConfig, leaves, resolved
+from .tree import Config, leaves, resolved
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention": ("auto", "sdpa", "flash"),
@@ -29,12 +30,6 @@ AT_LEAST: dict[str, float] = {
     "data.validation_rows": 1,
     "data.rows_per_step": 1,
     "data.max_prompt_tokens": 1,
-    "sampling.n": 1,
-    "sampling.temperature": 0,
-    "sampling.max_new_tokens": 1,
-    "validation.sampling.n": 1,
-    "validation.sampling.temperature": 0,
-    "validation.sampling.max_new_tokens": 1,
     "validation.every_steps": 0,
     "validation.patience": 1,
     "run.seed": 0,
@@ -51,8 +46,8 @@ SAMPLING_ONLY_IN_VALIDATION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}  # key -
 def check(config: Config) -> None:
     """Everything that can be seen without data, model or roles. Errors: ConfigError."""
     _check_ranges(config)
-    _check_sampling("sampling", config.sampling)
-    _check_sampling("validation.sampling", config.validation.sampling)
+    check_sampling(config.sampling, "sampling")
+    check_sampling(config.validation.sampling, "validation.sampling")
     check_task(config.data.path, config.data.task)
     _check_plugins(config)
     if config.data.kind == "prompts":
@@ -75,19 +70,6 @@ def _check_ranges(config: Config) -> None:
         value = _at(config, key)
         if value is not None and value < least:
             raise ConfigError(f"{key}={value}: it is at least {least:g}.")
-
-
-def _check_sampling(node: str, sampling: SamplingConfig) -> None:
-    if not 0 < sampling.top_p <= 1:
-        raise ConfigError(f"{node}.top_p={sampling.top_p}: it is above 0 and at most 1 (1 = all tokens).")
-    if not 0 <= sampling.min_p <= 1:
-        raise ConfigError(f"{node}.min_p={sampling.min_p}: it is between 0 (all tokens) and 1.")
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        raise ConfigError(f"{node}.top_k={sampling.top_k}: it is at least 1, or -1 for all tokens.")
-    if any(token < 0 for token in sampling.banned_tokens):
-        raise ConfigError(f"{node}.banned_tokens={sampling.banned_tokens}: token ids are 0 or more.")
-    if "" in sampling.stop:
-        raise ConfigError(f"{node}.stop={sampling.stop}: an empty string would end every response at once.")
 
 
 def _check_plugins(config: Config) -> None:

@@ -20,6 +20,12 @@ class Completions:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def cut(self, step: int) -> None:
+        """Drop what was written after a commit."""
+        for file in self.folder.glob("step-*.parquet"):
+            if file.stem > f"step-{step:06d}":
+                file.unlink()
+
     def write(self, step: int, rows: Batch) -> None:
         """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out.
 

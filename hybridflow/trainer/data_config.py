@@ -37,7 +37,7 @@ class DataConfig:
     rows_per_step: int = 64
     """Dataset rows of one step: prompts in RL, examples in supervised fine-tuning."""
     max_prompt_tokens: int = 1024
-    """Longest prompt, in tokens."""
+    """Longest prompt, in tokens; less where the model's context leaves no more room."""
     overlong_prompt: str = "drop"
     """What happens to a longer one: drop (counted) | error."""
     shuffle: bool = True

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..algorithms.config import AlgorithmConfig
+from ..algorithms.objective import reads_old_logprobs
 from ..algorithms.registry import Loss, name_of, resolve
 from ..batch import Batch, Metrics
 from ..controller.group import WorkerGroup
@@ -23,18 +24,18 @@ from ..workers.settings import Settings
 from .advantages import Advantages
 from .checkpoint import Checkpoints, move_aside
 from .completions import Completions
-from .config import Config, check, resolved, to_yaml, unread_by_roles
+from .config import Config, check, resolved, to_yaml
 from .console import Console, plan
 from .export import export, exported_step
 from .report import write_report
 from .resume import DriverState, check_same_run, comparable, random_state
 from .rows import RunRows
 from .tracking import MetricsFile, Tracker
+from .unread import unread_by_roles, unread_without_validation
 from .validation import Validation
 
 Rollout = Callable[[Batch, Sampling], Batch]
 SAMPLES_IN_REPORT = 8
-NO_VALIDATION_ROWS = "the data has no split 'test'; set data.validation_path or data.validation_split."
 
 
 class HasState(Protocol):
@@ -218,6 +219,9 @@ class Run:
             reward=config.reward,
             reward_functions=self._reward_functions(),
             loss=self.loss,
+            reads_old_logprobs=reads_old_logprobs(
+                self.loss, config.algorithm, resolve(config.advantage.name, "advantage")
+            ),
             reference_path=config.reference.path,
             seed=self.seed,
             deterministic=config.run.deterministic,
@@ -251,12 +255,10 @@ class Run:
         return self.stateful("validation", validation)
 
     def _validation_rows(self) -> Batch | None:
-        rows = self._rows.validation()
+        rows = self._rows.validation(fallback=not self.trains)
         if rows is None and self.config.validation.every_steps:
-            set_by_hand = sorted(key for key in self.config.said if key.startswith("validation."))
-            if set_by_hand:
-                raise ConfigError(f"{set_by_hand[0]} is set, but there are no validation rows: {NO_VALIDATION_ROWS}")
-            self.console.say(f"no validation: {NO_VALIDATION_ROWS}")
+            unread_without_validation(self.config, self._rows.no_validation)
+            self.console.say(f"no validation: {self._rows.no_validation}")
         return rows
 
     @property
@@ -311,7 +313,8 @@ class Run:
         """The run folder, without what belongs to another run: that is kept aside."""
         resumed = self._resumed_from
         own = resumed is not None and resumed.resolve().parent == self._checkpoints.folder.resolve()
-        if not own and (self.folder / "metrics.jsonl").exists() and self._checkpoints.started_from() != resumed:
+        new = resumed is None or (not own and self._checkpoints.started_from() != resumed.resolve())
+        if new and (self.folder / "metrics.jsonl").exists():
             self.console.say(f"what an earlier run left in {self.folder} is kept as {move_aside(self.folder)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -325,6 +328,7 @@ class Run:
             for path in self._checkpoints.go_back_to(self._resumed_from, saved.step):
                 self.console.say(f"a checkpoint that {self._resumed_from.name} does not lead to is kept as {path}")
         self.step = saved.step
+        self._completions.cut(saved.step)
         self._rows.load_state_dict(saved.cursor)
         self._began -= saved.seconds
         self.console.say(f"resuming after step {saved.step} of {self.total_steps}, from {self._resumed_from}")

@@ -68,7 +68,8 @@ class ValidationConfig:
     before_training: bool = True
     """Also validate before the first step."""
     pass_at: list[int] = field(default_factory=lambda: [1])
-    """k of each pass@k to report; at most validation.sampling.n."""
+    """k of each pass@k to report; at most validation.sampling.n. A sample is solved if its first reward function that
+    applies gives at least 0.999."""
     metric: str = "reward"
     """The validation number that the best checkpoint and the early stop go by."""
     patience: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..algorithms.objective import PolicyObjective, reads_old_logprobs
+from ..algorithms.objective import PolicyObjective
 from ..algorithms.registry import Loss
 from ..batch import Batch, Metrics, RowKind, row_ids
 from ..columns import FinishReason, Ragged, objects
@@ -47,7 +47,7 @@ class Actor(Worker[Settings]):
         pass), current (no column: the loss takes the current ones, detached). No column either where neither the loss
         nor KL in the reward reads it."""
         policy = self.settings.algorithm.old_policy
-        if policy == "current" or not reads_old_logprobs(self.settings.loss, self.settings.algorithm):
+        if policy == "current" or not self.settings.reads_old_logprobs:
             return type(batch)({}, batch.ids)
         if policy == "rollout":
             return batch.select("rollout_logprobs").rename(old_logprobs="rollout_logprobs")

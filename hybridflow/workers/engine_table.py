@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..device import use_deterministic_algorithms
 from ..engines import RolloutEngine, TrainEngine
 from .settings import Settings
 
@@ -16,6 +15,8 @@ ROLLOUT = {"transformers": "hybridflow.workers.rollout.transformers:Transformers
 def train_engine(settings: Settings, *, path: str | None = None, trainable: bool = True) -> TrainEngine:
     """The training engine of the configuration over the model at `path` (None: model.path)."""
     if settings.deterministic:
+        from ..device import use_deterministic_algorithms  # brings torch
+
         use_deterministic_algorithms()
     engine: TrainEngine = _load(TRAIN[settings.training.engine])(
         settings.model,

@@ -31,6 +31,7 @@ class Settings:
     reward: RewardConfig
     reward_functions: tuple[tuple[str, Callable[..., Any], float], ...]
     loss: Loss
+    reads_old_logprobs: bool
     reference_path: str | None
     seed: int
     deterministic: bool

@@ -20,6 +20,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     attention: str = "auto"
-    """auto | sdpa | flash. flash needs an accelerator and the package flash-attn; auto takes it where it is there."""
+    """auto | sdpa | flash. flash (torch's variable-length attention) needs an accelerator and training.precision=bf16;
+    auto takes it where it can run."""
     freeze: list[str] = field(default_factory=list)
     """Globs of checkpoint names that are not trained, such as "model.embed_tokens.*"."""
