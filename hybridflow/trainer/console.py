@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.status import Status
@@ -84,10 +85,15 @@ class Console:
         columns = [name for name in ("prompt", "response", "answer", "reward") if name in rows]
         for name in columns:
             table.add_column(name, overflow="fold", justify="right" if name == "reward" else "left")
-        data = rows.take(slice(count)).fetch(*columns)
+        data = spread(rows, count).fetch(*columns)
         for row in range(len(data)):
             table.add_row(*(_cell(data.array(name)[row]) for name in columns))
         self._rich.print(table, soft_wrap=False)
+
+
+def spread(rows: Batch, count: int) -> Batch:
+    """At most `count` rows, evenly over the batch, so that they are of different prompts."""
+    return rows.take(np.unique(np.linspace(0, len(rows) - 1, count).astype(np.int64)) if len(rows) else slice(0))
 
 
 def _cell(value: Any) -> str:

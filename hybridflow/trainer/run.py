@@ -25,7 +25,7 @@ from .advantages import Advantages
 from .checkpoint import Checkpoints, move_aside
 from .completions import Completions
 from .config import Config, check, resolved, to_yaml
-from .console import Console, plan
+from .console import Console, plan, spread
 from .export import export, exported_step
 from .report import write_report
 from .resume import DriverState, check_same_run, comparable, random_state
@@ -284,10 +284,12 @@ class Run:
 
     def _start(self, validate: Rollout | None) -> bool:
         """Whether anything is left to do; if so, everything declared is up and restored."""
-        self._check_roles()
         from ..device import seed_everything  # brings torch
 
+        self._check_roles()
         self._began = time.perf_counter()
+        if self._saved is not None and self._resumed_from is not None:
+            check_same_run(self._saved, comparable(self.config), self._rows.fingerprint, self._resumed_from)
         self._prepare_folder()
         rows, n, kind = self.config.data.rows_per_step, self.sampling.n, self.config.data.kind
         self.console.say(plan(rows, n, self._optimizer_steps_a_step, kind, self.total_steps))
@@ -323,7 +325,6 @@ class Run:
 
     def _resume(self, saved: DriverState) -> None:
         assert self._resumed_from is not None
-        check_same_run(saved, comparable(self.config), self._rows.fingerprint, self._resumed_from)
         if self.config.run.resume == str(self._resumed_from):
             for path in self._checkpoints.go_back_to(self._resumed_from, saved.step):
                 self.console.say(f"a checkpoint that {self._resumed_from.name} does not lead to is kept as {path}")
@@ -336,7 +337,8 @@ class Run:
         reason = self._why_stop()
         self._done = reason is not None or self.step >= self.total_steps
         if reason is not None:
-            self.console.say(f"this run has stopped: {reason}. To go on all the same, run.resume={self._resumed_from}.")
+            remedy = f"say run.resume={self._resumed_from}" if self._stop_reason else "raise that limit"
+            self.console.say(f"this run has stopped: {reason}. To go on all the same {remedy}.")
         elif self._done:
             self.console.say(
                 f"this run is finished: all {self.total_steps} steps are done. To go on longer raise run.steps or "
@@ -439,7 +441,7 @@ class Run:
             export(self._export_folder, self.step, actor.export)
             self.console.idle()
             self.console.say(f"model exported to {self._export_folder}")
-        samples = None if self.last_rows is None else self.last_rows.take(slice(SAMPLES_IN_REPORT))
+        samples = None if self.last_rows is None else spread(self.last_rows, SAMPLES_IN_REPORT)
         report = self.folder / "report.html"
         write_report(report, f"{self.name}: {self.folder.name}", to_yaml(self.config), self._metrics.rows(), samples)
         self.console.say(f"report: {report}")
