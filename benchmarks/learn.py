@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from hybridflow import Actor, Batch, Reward, Run, Sampling, recipe
@@ -22,7 +23,7 @@ from hybridflow.recipes.grpo import grpo
 
 START_BELOW = 0.5  # sampled accuracy before, and what the control may not exceed after
 DRIVERS = {"grpo": grpo}
-STEPS_BETWEEN = 10  # validations of the demo
+STEPS_BETWEEN = 20  # validations of the demo
 PAGE = """# Learning on the toy task
 
 `make learn` warms a tiny model (about 0.4 M parameters, character vocabulary) up on two-digit additions by a teacher
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--runs", nargs="*", default=[*DRIVERS, "control"])
     parser.add_argument("--folder", type=Path, default=Path("runs/learn"))
     given = parser.parse_args()
+    torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     record = given.folder / "learn.jsonl"
     for name in given.runs:
