@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is; models this small gain nothing from more
 
 from pathlib import Path
 
