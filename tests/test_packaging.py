@@ -25,7 +25,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def documented_commands() -> Iterator[tuple[str, str]]:
     """Every `hybridflow RECIPE KEY=VALUE ...` of a code block, with its page and line."""
     for page in PAGES:
-        for number, line in enumerate(page.read_text().splitlines(), 1):
+        text = page.read_text().replace("\\\n", " ")  # a command over several lines is one
+        for number, line in enumerate(text.splitlines(), 1):
             if found := re.match(r"(?:\S*/)?(?:python -m )?hybridflow ([a-z]\S*(?: .*)?)$", line):
                 yield f"{page.name}:{number}", found[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from hybridflow import Actor, Batch, Reference, Reward, Run, Sampling, configure, recipe, train
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, EngineError, ModelError, RewardError
 from hybridflow.recipes import evaluate, grpo, sft
+from hybridflow.trainer.lock import FolderLock
 from hybridflow.workers.rollout import transformers
 from tests.runs import QUICK, ROWS, numbers, quick, share_of_digits
 
@@ -30,7 +32,8 @@ def test_the_run_folder_holds_configuration_metrics_completions_trace_report_and
     quick(tiny_model, tmp_path / "run", "run.trackers=[tensorboard]", validation=ROWS[:4])
     found = {path.name for path in (tmp_path / "run").iterdir()}
     assert found == {
-        "checkpoints", "completions", "config.yaml", "export", "metrics.jsonl", "report.html", "tensorboard", "trace"
+        ".lock", "checkpoints", "completions", "config.yaml", "export", "metrics.jsonl", "report.html", "tensorboard",
+        "trace",
     }  # fmt: skip
     rows = pq.read_table(tmp_path / "run" / "completions" / "step-000001.parquet").to_pylist()
     assert len(rows) == 16
@@ -161,6 +164,22 @@ def test_case_03_a_wrong_group_id_is_an_error(tiny_model: Path, tmp_path: Path) 
 
     with pytest.raises(BatchError, match="all 16 rows are groups of one: no baseline"):
         quick(tiny_model, tmp_path / "run", driver=mistaken)
+
+
+def test_a_run_folder_in_use_by_another_process_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    other = FolderLock()
+    other.take(folder)
+    with pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()}: wait for it"):
+        quick(tiny_model, folder)
+    other.release()
+    assert quick(tiny_model, folder, "run.steps=1").step == 1
+
+
+def test_a_run_folder_that_cannot_be_made_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file: .*; give a folder that can be written to"):
+        quick(tiny_model, tmp_path / "file")
 
 
 # ---- faults

@@ -6,7 +6,7 @@ hybridflow grpo model=smollm2 data=gsm8k reward.functions=[math]
 from hybridflow import Actor, Batch, Reference, Reward, Run, Sampling, recipe
 
 
-@recipe("algorithm=grpo")
+@recipe("algorithm=grpo", "run.dir=runs/grpo")
 def grpo(run: Run) -> None:
     """Group-relative policy optimisation: several samples a prompt, each compared with its group's mean."""
     actor, ref, reward = run.groups(Actor, Reference, Reward)

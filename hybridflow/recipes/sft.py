@@ -6,7 +6,7 @@ hybridflow sft model=smollm2 data.path=chats.jsonl training.lr=1e-5 data.rows_pe
 from hybridflow import Actor, Run, recipe
 
 
-@recipe("algorithm=sft")
+@recipe("algorithm=sft", "run.dir=runs/sft")
 def sft(run: Run) -> None:
     """Supervised fine-tuning: the log-likelihood of given responses."""
     actor = run.group(Actor)

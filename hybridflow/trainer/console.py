@@ -24,7 +24,10 @@ SHOWN = {  # metric -> label on the step line, in this order
     "rollout/length_mean": "length",
     "rollout/truncated": "truncated",
     "groups/without_variance": "flat groups",
+    "actor/grad_norm": "grad norm",
 }
+FAULTS = {"reward/errors": "reward errors", "rollout/errors": "rollout errors", "actor/skipped": "skipped updates"}
+"""Shown only when there are any."""
 QUIET_SECONDS = 60.0  # after which a log says what is being waited for
 TEXT_WIDTH = 400  # characters of a completion shown
 
@@ -69,6 +72,7 @@ class Console:
     def step(self, step: int, total: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         """The line of one finished step."""
         shown = [f"{label} {_number(metrics[name])}" for name, label in SHOWN.items() if name in metrics]
+        shown += [f"{label} {_number(metrics[name])}" for name, label in FAULTS.items() if metrics.get(name)]
         speed = f"{metrics['time/step']:.1f} s, {_clock(seconds_left)} left"
         self.say(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}  ({speed})")
 

@@ -27,6 +27,7 @@ from .completions import Completions
 from .config import Config, check, resolved, to_yaml
 from .console import Console, plan, spread
 from .export import export, exported_step
+from .lock import FolderLock
 from .report import write_report
 from .resume import DriverState, check_same_run, comparable, random_state
 from .rows import RunRows
@@ -88,6 +89,8 @@ class Run:
         self._validates = False
         self._done = False
         self._commit_seconds = 0.0
+        self._loop_began = 0.0, 0  # when, and at which step, this process began to step
+        self._lock = FolderLock()
         self._trackers: Sequence[Tracker] = ()
         self._given_rows = rows, validation_rows
         self._handles: dict[str, Worker[Any]] = {}
@@ -151,6 +154,7 @@ class Run:
         self._validates = validate is not None
         if not self._start(validate):
             return
+        self._loop_began = time.perf_counter(), self.step
         while not self._done:
             began = time.perf_counter()
             self._parts = []
@@ -312,13 +316,14 @@ class Run:
         return True
 
     def _prepare_folder(self) -> None:
-        """The run folder, without what belongs to another run: that is kept aside."""
+        """The run folder, for this process alone, without what belongs to another run: that is kept aside."""
+        self._lock.take(self.folder)
         resumed = self._resumed_from
         own = resumed is not None and resumed.resolve().parent == self._checkpoints.folder.resolve()
         new = resumed is None or (not own and self._checkpoints.started_from() != resumed.resolve())
         if new and (self.folder / "metrics.jsonl").exists():
             self.console.say(f"what an earlier run left in {self.folder} is kept as {move_aside(self.folder)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.take(self.folder)
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
         self._metrics.cut(self._saved.metrics_bytes if own and self._saved is not None else 0)
         self._completions = Completions(self.folder / "completions")
@@ -351,7 +356,8 @@ class Run:
         metrics["time/last_commit"] = self._commit_seconds
         metrics |= self.trace.seconds_by_call()
         self.console.idle()
-        left = (self.total_steps - self.step) * (time.perf_counter() - self._began) / self.step
+        since, first = self._loop_began
+        left = (self.total_steps - self.step) * (time.perf_counter() - since) / (self.step - first)
         self.console.step(self.step, self.total_steps, metrics, left)
         best = False
         if validate is not None and self._validation.due(self.step, last=self._last_step()):
@@ -461,6 +467,7 @@ class Run:
             tracker.close()
         self._trackers = ()
         self.trace.close()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self

@@ -96,6 +96,8 @@ class Scorer:
             before = self._calls.retries
             for outcome in outcomes:
                 tally.add(outcome)
+                if tally.timeouts > self._config.max_error_fraction * tally.live.sum():
+                    self._check_errors(tally)  # lost already: the rest would only be waited for
             retries = self._calls.retries - before
         tally.close()
         self._check_errors(tally)
@@ -137,10 +139,15 @@ class Scorer:
         reasons = Counter(tally.reason(outcome) for outcome in tally.errors.values()).most_common(3)
         listed = "; ".join(f"{count} x {reason}" for reason, count in reasons)
         first = next((outcome.traceback for outcome in tally.errors.values() if outcome.traceback), None)
+        remedy = "To look at one, set reward.workers=0 and a breakpoint in the function."
+        if tally.timeouts:
+            remedy = (
+                f"A call may take reward.timeout_s={self._config.timeout_s:g} seconds: raise it if that is too short."
+            )
         raise RewardError(
             f"{len(tally.errors)} of {rows} rows could not be scored; reward.max_error_fraction={allowed:g} allows "
-            f"{math.floor(allowed * rows)}. Most frequent: {listed}. To look at one, set reward.workers=0 and a "
-            "breakpoint in the function." + (f"\nThe first traceback:\n{first}" if first else "")
+            f"{math.floor(allowed * rows)}. Most frequent: {listed}. {remedy}"
+            + (f"\nThe first traceback:\n{first}" if first else "")
         )
 
 
@@ -152,7 +159,7 @@ class _Tally:
         self.errors: dict[int, Outcome] = {}
         self._names = names
         self._weights = weights
-        self._timeouts = 0
+        self.timeouts = 0
         self._extras: dict[str, list[float]] = defaultdict(list)
         self._own = {name: np.full(len(batch), np.nan, np.float32) for name in names}
         brought = {
@@ -169,7 +176,7 @@ class _Tally:
             for key, value in outcome.extras.items():
                 self._extras[f"reward/{name}/{key}"].append(value)
             return
-        self._timeouts += outcome.timed_out
+        self.timeouts += outcome.timed_out
         known = self.errors.get(outcome.row)
         if known is None or outcome.function < known.function:
             self.errors[outcome.row] = outcome
@@ -209,7 +216,7 @@ class _Tally:
 
     def metrics(self) -> dict[str, float]:
         """Mean and spread over kept rows, means of components over the kept rows they apply to, counts of errors."""
-        found = {"reward/errors": float(len(self.errors)), "reward/timeouts": float(self._timeouts)}
+        found = {"reward/errors": float(len(self.errors)), "reward/timeouts": float(self.timeouts)}
         keep = self._keep
         if keep.any():
             found["reward/mean"], found["reward/std"] = float(self._total[keep].mean()), float(self._total[keep].std())
