@@ -97,6 +97,13 @@ READ_BY_SAMPLING = (
     "algorithm.old_policy",
 )
 READ_BY_TRAINING = (
+    "training.lr",
+    "training.lr_schedule",
+    "training.warmup_steps",
+    "training.weight_decay",
+    "training.adam_betas",
+    "training.grad_clip",
+    "training.activation_checkpointing",
     "algorithm",
     "loss",
     "advantage",
