@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -61,18 +60,12 @@ def packed_attention(
 
 
 def _each_segment(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
-    """Neighbours of equal length are one batch: many short rows would otherwise be many small calls."""
     grouped = query.shape[1] != key.shape[1]
-    outputs, start = [], 0
-    for length, neighbours in groupby(lengths):
-        count = len(list(neighbours))
-        end = start + count * length
-        shape = (-1, count, length, query.shape[-1])
-        q, k, v = (x[0, :, start:end].reshape(shape).transpose(0, 1) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-        start = end
-    return torch.cat(outputs)[None]
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in zip(*(torch.split(x, lengths, 2) for x in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float | None) -> Tensor:

@@ -196,13 +196,9 @@ class FSDPEngine(TrainEngine):
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
 
     def _micro_batches(self, rows: Batch, unit: str = "") -> list[Ints]:
-        """Row numbers of each micro-batch, empty ones where another rank has more: all ranks run equally many.
-
-        Rows of one length are neighbours, which attention takes together.
-        """
+        """Row numbers of each micro-batch, empty ones where another rank has more: all ranks run equally many."""
         lengths = rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths - 1
         parts = micro_batches(lengths, self._config.tokens_per_microbatch, rows.array(unit) if unit in rows else None)
-        parts = [part[np.argsort(lengths[part], kind="stable")] for part in parts]
         return parts + [np.empty(0, np.int64)] * (most(len(parts)) - len(parts))
 
     def _weights(self, batch: Batch, objective: Objective) -> Ragged:
