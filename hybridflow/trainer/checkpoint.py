@@ -48,7 +48,7 @@ class Checkpoints:
             self._publish(partial, final)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            cause = _os_error(error)
+            cause = _os_error(error) if isinstance(error, Exception) else None  # an interrupt stays one
             if cause is None:
                 raise
             raise self._failed(step, cause) from error
