@@ -1,7 +1,7 @@
 # The commands of the project; `make` alone lists them.
 #
 # Environments are made from requirements/*.txt, kept outside the clone and linked here: .venv (core), .venv-test,
-# .venv-trl. They hold no path of a clone, so the clone goes on PYTHONPATH.
+# .venv-trl, .venv-verl. They hold no path of a clone, so the clone goes on PYTHONPATH.
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 ARGS ?=
@@ -14,7 +14,7 @@ environment = @$(PYTHON) requirements/environment.py
 test_env := .venv-test/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help core test-env demo smollm2 test unit pytest check format docs bench learn clean
+.PHONY: help core test-env verl-env demo smollm2 test unit pytest check format docs bench learn clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ core:
 
 test-env:
 	$(environment) test
+
+verl-env:
+	$(environment) verl
 
 demo: core ## GRPO on arithmetic with a tiny model, a few minutes; ends with its accuracy before and after
 	@.venv/bin/python -m hybridflow.recipes.demo
@@ -61,4 +64,4 @@ learn: core ## the learning runs of the recipes, three seeds each; hours
 	@.venv/bin/python -m benchmarks.learn $(ARGS)
 
 clean: ## remove what the other commands made in this clone (shared environments stay)
-	rm -rf .venv .venv-test .venv-trl site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-test .venv-trl .venv-verl site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

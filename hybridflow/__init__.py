@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .trainer.recipe import train as train
     from .trainer.run import Run as Run
     from .workers.actor import Actor as Actor
+    from .workers.critic import Critic as Critic
     from .workers.reference import Reference as Reference
     from .workers.reward import Reward as Reward
+    from .workers.reward_model import RewardModel as RewardModel
 
 __version__ = "0.1.0"
 
@@ -32,10 +34,12 @@ _HOME = {
     "Actor": "workers.actor",
     "Batch": "batch",
     "Config": "trainer.config",
+    "Critic": "workers.critic",
     "HybridFlowError": "errors",
     "Loss": "algorithms.registry",
     "Reference": "workers.reference",
     "Reward": "workers.reward",
+    "RewardModel": "workers.reward_model",
     "Run": "trainer.run",
     "Sampling": "engines",
     "Worker": "controller.worker",

@@ -11,16 +11,18 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .columns import (
+    AnyColumn,
     Array,
     Column,
     Kind,
     Ragged,
+    Stored,
     as_column,
     concat_rows,
     kind_of,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 Metrics = Mapping[str, float]
+R = TypeVar("R")
 
 FIRST_STAYS = "drop_reason"  # on both sides of `|` the first reason a row was dropped stays
 REMEDY = {
@@ -74,7 +77,9 @@ class Batch:
         ids: NDArray[np.int64] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        checked = {name: as_column(name, value) for name, value in columns.items()}
+        checked: dict[str, AnyColumn] = {
+            name: value if isinstance(value, Stored) else as_column(name, value) for name, value in columns.items()
+        }
         _check_lengths(checked, ids)
         self._columns = _aligned(checked)
         self.ids = None if ids is None else read_only(np.asarray(ids, np.int64))
@@ -93,8 +98,11 @@ class Batch:
         return self.column(name)
 
     def column(self, name: str) -> Column:
-        """The column `name`: an array (dense or objects) or a Ragged. Errors: BatchError with the names there are."""
-        return self._column(name)
+        """The column `name`: an array (dense or objects) or a Ragged; read first, if it is kept elsewhere.
+
+        Errors: BatchError with the names there are.
+        """
+        return self._here(name)
 
     def array(self, name: str) -> Array:
         """A dense or objects column."""
@@ -103,6 +111,17 @@ class Batch:
     def ragged(self, name: str) -> Ragged:
         """A ragged column."""
         return _ragged(name, self.column(name))
+
+    def kind(self, name: str) -> Kind:
+        """The kind of a column."""
+        return kind_of(self._column(name))
+
+    def lengths(self, name: str) -> Array:
+        """Row lengths of a ragged column, [n]."""
+        column = self._column(name)
+        if isinstance(column, Stored) and column.kind is Kind.RAGGED and column.known is not None:
+            return column.known
+        return _ragged(name, self._here(name)).lengths
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,7 +169,8 @@ class Batch:
             if new in self and new not in new_name:
                 raise BatchError(f"rename: there is a column '{new}' already; drop it first.")
         columns = {
-            new_name.get(n, n): as_column(new_name[n], c) if n in new_name else c for n, c in self._columns.items()
+            new_name.get(n, n): as_column(new_name[n], c) if n in new_name and not isinstance(c, Stored) else c
+            for n, c in self._columns.items()
         }
         return self._of(_aligned(columns), self.ids, self.metrics)
 
@@ -226,10 +246,14 @@ class Batch:
         columns = out if isinstance(out, Mapping) else {to or fn.__name__: out}
         return type(self)({name: self._shaped(fn, name, value) for name, value in columns.items()}, self.ids)
 
+    def apply(self, fn: Callable[..., R], *args: Any) -> R:
+        """fn(batch, *args) in a process where the rows are; what it returns. To write them to a file, for instance."""
+        return fn(self, *args)
+
     # ---- data
     def fetch(self, *names: str) -> Batch:
         """These columns (all, if none is named), here in this process."""
-        return Batch._of({name: self._column(name) for name in names or self._columns}, self.ids, self.metrics)
+        return Batch._of({name: self._here(name) for name in names or self._columns}, self.ids, self.metrics)
 
     def to_torch(self, *names: str) -> dict[str, torch.Tensor]:
         """Dense and ragged columns as tensors (ragged ones flat). Always copies: a tensor over a shared buffer could be
@@ -246,7 +270,8 @@ class Batch:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file; `Batch.load` reads it back, rows' identities and metrics included."""
         with Path(path).open("wb") as file:
-            pickle.dump({"columns": self._columns, "ids": self.ids, "metrics": self.metrics}, file, protocol=5)
+            columns = self.fetch()._columns
+            pickle.dump({"columns": columns, "ids": self.ids, "metrics": self.metrics}, file, protocol=5)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Batch:
@@ -254,22 +279,37 @@ class Batch:
         with Path(path).open("rb") as file:
             return Batch(**pickle.load(file))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With all values: where a column is kept means nothing to whoever is handed the bytes."""
+        columns = {name: self._here(name) for name in self._columns}
+        return {"_columns": columns, "ids": self.ids, "metrics": self.metrics}
+
     # ---- inside
     @classmethod
-    def _of(cls, columns: Mapping[str, Column], ids: NDArray[np.int64] | None, metrics: Metrics) -> Self:
+    def _of(cls, columns: Mapping[str, AnyColumn], ids: NDArray[np.int64] | None, metrics: Metrics) -> Self:
         """A batch of columns that were checked before, which selections and joins need not do again."""
         batch = object.__new__(cls)
         batch._columns, batch.ids, batch.metrics = dict(columns), ids, dict(metrics)
         return batch
 
-    def _column(self, name: str) -> Column:
-        """`column`, for the verbs, which work wherever the rows live."""
+    def _column(self, name: str) -> AnyColumn:
+        """The column wherever it is kept, for the verbs, which need no values."""
         if name not in self._columns:
             raise BatchError(f"no column '{name}'; the batch has {sorted(self._columns)}.{_remedy(name)}")
         return self._columns[name]
 
+    def _here(self, name: str) -> Column:
+        """The column's values, in this process from now on."""
+        column = self._column(name)
+        if isinstance(column, Stored):
+            if column.kind is not Kind.RAGGED and column.known is not None:
+                return column.known
+            column = self._columns[name] = column.read()
+        return column
+
     def _array(self, name: str) -> Array:
-        return _one_a_row(name, self._column(name))
+        """A column with one value a row, for the verbs."""
+        return _one_a_row(name, self._here(name))
 
     def _row_numbers(self, rows: Sequence[int] | Array | slice) -> NDArray[np.int64]:
         if isinstance(rows, slice):
@@ -291,9 +331,7 @@ class Batch:
     def _arguments(self, fn: Callable[..., Any]) -> dict[str, Any]:
         """The columns that `fn` asks for by its positional parameters' names; keyword-only ones are options."""
         found: dict[str, Any] = {}
-        for parameter in inspect.signature(fn).parameters.values():
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                continue
+        for parameter in _positional(fn):
             value = self._argument(parameter.name)
             if value is not None:
                 found[parameter.name] = value
@@ -304,12 +342,21 @@ class Batch:
                 )
         return found
 
+    def _read_by(self, fn: Callable[..., Any]) -> list[str]:
+        """Names of the columns that `_arguments` looks at."""
+        asked = {parameter.name for parameter in _positional(fn)}
+        if asked & {"lengths", "row_of_token"}:
+            asked.add("response_ids")
+        return [n for n in self._columns if n in asked or ("rewards" in asked and n.startswith("reward/"))]
+
     def _argument(self, name: str) -> Any:
         if name in self._columns:
-            column = self._columns[name]
+            if kind_of(self._columns[name]) is not Kind.RAGGED:
+                return self._array(name)
+            column = self._here(name)
             return column.values if isinstance(column, Ragged) else column
         if name == "lengths" and "response_ids" in self:
-            return self._response_ids().lengths
+            return self.lengths("response_ids")
         if name == "row_of_token" and "response_ids" in self:
             return np.repeat(np.arange(len(self)), self._response_ids().lengths)
         if name == "rewards":
@@ -340,12 +387,14 @@ class Batch:
         )
 
     def _response_ids(self) -> Ragged:
-        return _ragged("response_ids", self._column("response_ids"))
+        return _ragged("response_ids", self._here("response_ids"))
 
     def _reads_tokens(self, fn: Callable[..., Any]) -> bool:
         """Whether a function sees tokens, and so returns one value a token where that could also be one a row."""
         names = inspect.signature(fn).parameters
-        return "row_of_token" in names or any(isinstance(self._columns.get(name), Ragged) for name in names)
+        return "row_of_token" in names or any(
+            name in self and kind_of(self._columns[name]) is Kind.RAGGED for name in names
+        )
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -379,6 +428,12 @@ def _kind(*batches: Batch) -> type[Batch]:
     return next((type(batch) for batch in batches if type(batch) is not Batch), Batch)
 
 
+def _positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function of columns that stand for columns."""
+    others = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [parameter for parameter in inspect.signature(fn).parameters.values() if parameter.kind not in others]
+
+
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", repr(fn))
 
@@ -387,7 +442,7 @@ def _remedy(name: str) -> str:
     return f" {REMEDY[name]}" if name in REMEDY else ""
 
 
-def _check_lengths(columns: Mapping[str, Column], ids: Array | None) -> None:
+def _check_lengths(columns: Mapping[str, AnyColumn], ids: Array | None) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if ids is not None:
         lengths["row ids"] = len(ids)
@@ -395,7 +450,7 @@ def _check_lengths(columns: Mapping[str, Column], ids: Array | None) -> None:
         raise BatchError(f"columns of different length: {lengths}.")
 
 
-def _aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
+def _aligned(columns: Mapping[str, AnyColumn]) -> dict[str, AnyColumn]:
     """The columns, each per-token one with the very offsets of response_ids: selecting rows does its work once.
 
     Errors: BatchError for a per-token column whose row lengths are others.

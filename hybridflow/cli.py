@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
@@ -19,10 +20,12 @@ from .errors import ConfigError, HybridFlowError
 USAGE = "hybridflow RECIPE [KEY=VALUE ...] [--cfg job] [-m]"
 HELP = f"""usage: {USAGE}
        hybridflow doctor
+       hybridflow replay runs/NAME/failure
 
 Recipes (or path/to/file.py:NAME for your own):
 {{recipes}}
   doctor      what this machine has, which engines work, and what to type where one does not
+  replay      a failed call once more, on one rank in this process, where breakpoints work
 
 Keys most often set:
   model.path=PATH             Hugging Face folder or hub name; or model=smollm2
@@ -85,7 +88,18 @@ def _command(arguments: argparse.Namespace) -> int:
         from .trainer.doctor import examine
 
         return examine()
+    if arguments.recipe == "replay":
+        return _replay(arguments.overrides)
     return _recipe(arguments)
+
+
+def _replay(folders: Sequence[str]) -> int:
+    if len(folders) != 1:
+        raise ConfigError("hybridflow replay needs the folder of one failed call: runs/NAME/failure.")
+    from .trainer.replay import replay
+
+    replay(Path(folders[0]))
+    return 0
 
 
 def _recipe(arguments: argparse.Namespace) -> int:

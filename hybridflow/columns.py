@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from .errors import BatchError
 
 Array = NDArray[Any]
+Index = NDArray[np.int64] | slice
 
 
 class Kind(Enum):
@@ -81,6 +83,55 @@ class Ragged:
 Column = Array | Ragged  # an array of dtype object is an OBJECTS column
 
 
+class Stored(ABC):
+    """A column whose values are kept elsewhere: rows of it are chosen and joined without reading them.
+
+    known: what is known of it here: a dense column's values, a ragged one's lengths; None: nothing.
+    """
+
+    kind: Kind
+    known: Array | None
+    rows: StoredRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @abstractmethod
+    def at(self, rows: StoredRows, index: Index) -> Stored:
+        """The column at `rows`, which are this column's rows taken by `index`."""
+
+    @abstractmethod
+    def read(self) -> Column:
+        """The values, here."""
+
+    @abstractmethod
+    def joined(self, rows: StoredRows, parts: Sequence[Stored]) -> Stored:
+        """The column at `rows`, which are those of `parts`, this one first, one after the other."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+
+
+class StoredRows(ABC):
+    """Which rows, and where they are kept; columns that were made together share it."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, index: Index) -> StoredRows:
+        """The rows at these numbers."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[StoredRows]) -> StoredRows:
+        """These rows, then those of the others."""
+
+
+AnyColumn = Column | Stored
+
+
 @dataclass(frozen=True)
 class ColumnSpec:
     """What a column name means: its kind, its dtype (None: any), and the column whose row lengths it must share."""
@@ -133,8 +184,10 @@ def spec_of(name: str) -> ColumnSpec | None:
     return _DENSE_F32 if name.startswith("reward/") else TABLE.get(name)
 
 
-def kind_of(column: Column) -> Kind:
+def kind_of(column: AnyColumn) -> Kind:
     """The kind a column's value has."""
+    if isinstance(column, Stored):
+        return column.kind
     if isinstance(column, Ragged):
         return Kind.RAGGED
     return Kind.OBJECTS if column.dtype == object else Kind.DENSE
@@ -169,14 +222,21 @@ def as_column(name: str, value: Any) -> Column:
     return read_only(column)
 
 
-def take_rows(columns: Mapping[str, Column], rows: NDArray[np.int64]) -> dict[str, Column]:
-    """These rows of every column. Consecutive rows are views; ragged columns of the same offsets share the work."""
+def take_rows(columns: Mapping[str, AnyColumn], rows: NDArray[np.int64]) -> dict[str, AnyColumn]:
+    """These rows of every column. Consecutive rows are views; ragged columns of the same offsets share the work, and so
+    do stored columns of the same rows."""
     count = len(rows)
     consecutive = count > 0 and rows[-1] - rows[0] == count - 1 and bool((np.diff(rows) == 1).all())
     at = slice(int(rows[0]), int(rows[0]) + count) if consecutive else rows
     positions: dict[int, tuple[Array | slice, NDArray[np.int64]]] = {}
-    taken: dict[str, Column] = {}
+    stored: dict[int, StoredRows] = {}
+    taken: dict[str, AnyColumn] = {}
     for name, column in columns.items():
+        if isinstance(column, Stored):
+            key = id(column.rows)
+            stored[key] = stored.get(key) or column.rows.take(at)
+            taken[name] = column.at(stored[key], at)
+            continue
         if not isinstance(column, Ragged):
             taken[name] = read_only(column[at])
             continue
@@ -188,15 +248,24 @@ def take_rows(columns: Mapping[str, Column], rows: NDArray[np.int64]) -> dict[st
     return taken
 
 
-def concat_rows(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+def concat_rows(parts: Sequence[Mapping[str, AnyColumn]]) -> dict[str, AnyColumn]:
     """The rows of all parts, which have the same column names. Ragged columns that shared offsets still do.
 
-    Errors: BatchError for a column that is ragged in one part only.
+    A column that is stored in some parts only is read. Errors: BatchError for a column that is ragged in one part only.
     """
     offsets: dict[tuple[int, ...], NDArray[np.int64]] = {}
-    joined: dict[str, Column] = {}
+    stored: dict[tuple[int, ...], StoredRows] = {}
+    joined: dict[str, AnyColumn] = {}
     for name in parts[0]:
-        columns = [part[name] for part in parts]
+        everywhere = [part[name] for part in parts]
+        kept = [column for column in everywhere if isinstance(column, Stored)]
+        if len(kept) == len(everywhere):
+            rows = tuple(id(column.rows) for column in kept)
+            if rows not in stored:
+                stored[rows] = kept[0].rows.joined([column.rows for column in kept[1:]])
+            joined[name] = kept[0].joined(stored[rows], kept)
+            continue
+        columns = [column.read() if isinstance(column, Stored) else column for column in everywhere]
         ragged = [column for column in columns if isinstance(column, Ragged)]
         if not ragged:
             joined[name] = read_only(np.concatenate([column for column in columns if not isinstance(column, Ragged)]))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from .errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,33 @@ def init_process_group_once() -> None:
     """The default process group: the one there is, else one of a single rank, which needs no rendezvous."""
     if not dist.is_initialized():
         dist.init_process_group(collective_backend(), store=HashStore(), rank=0, world_size=1)
+
+
+def join_process_group(address: str, port: int, rank: int, ranks: int, timeout_s: float) -> None:
+    """Makes the default process group of `ranks` processes, which meet at the port that rank 0 opens on `address`; this
+    process has chosen its device before. timeout_s: how long to wait for the others, here and in its collectives.
+
+    Errors: EngineError if they do not all come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = TCPStore(address, port, ranks, is_master=rank == 0, timeout=timeout)
+        dist.init_process_group(collective_backend(), store=store, rank=rank, world_size=ranks, timeout=timeout)
+    except dist.DistError as error:
+        raise EngineError(
+            f"rank {rank} of {ranks} waited {timeout_s:g} s for the others at {address}:{port}: {error}"
+        ) from error
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an error tells of another rank that is gone, and not of a fault of this one."""
+    marks = ("gloo/", "NCCL", "Connection closed by peer", "Connection reset", "[c10d]")
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in marks)
+
+
+def use_threads(count: int) -> None:
+    """CPU threads of this process."""
+    torch.set_num_threads(count)
 
 
 def memory() -> DeviceMemory:

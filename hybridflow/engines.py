@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,12 +72,14 @@ class ParameterShard:
     """The part of one parameter that a rank holds.
 
     name: as in a checkpoint on disk. shape: of the whole parameter. offset: where `tensor` starts in it, per dimension.
+    received: bytes of `tensor` that came from other ranks.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: torch.Tensor
+    received: int = 0
 
 
 class Objective(Protocol):
@@ -85,7 +87,7 @@ class Objective(Protocol):
 
     @property
     def outputs(self) -> frozenset[str]:
-        """Forward outputs it reads: of logprobs, entropy."""
+        """Forward outputs it reads, of those that the engine's head has."""
 
     @property
     def differentiable(self) -> frozenset[str]:
@@ -108,7 +110,11 @@ class Objective(Protocol):
 
 
 class TrainEngine(ABC):
-    """A model that learns. Rows are packed without padding; results do not depend on how they are cut or placed."""
+    """A model that learns. Rows are packed without padding; results do not depend on how they are cut or placed.
+
+    Its head says what a forward gives: lm (logprobs, entropy) and value (values) one number a response token, score one
+    a row.
+    """
 
     @property
     @abstractmethod
@@ -117,8 +123,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """Ragged columns aligned with response_ids, one per name in `outputs` (logprobs, entropy), under the sampling
-        temperature; no gradient. Errors: EngineError if a value is NaN."""
+        """A column per name in `outputs`, no gradient: ragged and aligned with response_ids, logprobs and entropy under
+        the sampling temperature; the score dense. Errors: EngineError if a token's number is NaN; a score may be."""
 
     @abstractmethod
     def step(self, batch: Batch, objective: Objective) -> Metrics:
@@ -129,8 +135,17 @@ class TrainEngine(ABC):
         """Dense column `loss`: per row the mean of the per-token loss over learned tokens. No step."""
 
     @abstractmethod
-    def parameters(self) -> Iterator[ParameterShard]:
-        """What this rank holds of each parameter, under checkpoint names; the tensors are live, not copies."""
+    def totals(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        """Sums and maxima by name over the rows of all ranks, each row once, from those of every rank's own rows. All
+        ranks make this call; so what they compute from the result is of the whole batch and the same on each."""
+
+    @abstractmethod
+    def parameters(self, whole: bool = False) -> Iterator[ParameterShard]:
+        """What this rank holds of each parameter, under checkpoint names; the tensors are live, not copies.
+
+        whole: every parameter whole, one after the other, in `compute_dtype` where it is gathered from several ranks,
+        which is a copy; all ranks make this call and go through all of it.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -153,6 +168,8 @@ class RolloutEngine(ABC):
 
     version: int = 0
     """Number of syncs that changed something; every sampled token carries it."""
+    received_bytes: int = 0
+    """Bytes of weights that came from other ranks for the last sync."""
 
     @abstractmethod
     def submit(self, prompts: Batch, sampling: Sampling) -> None:
@@ -177,6 +194,11 @@ class RolloutEngine(ABC):
     def sync(self, shards: Iterable[ParameterShard], version: int) -> None:
         """Take over these weights as `version`. Errors: EngineError naming a missing, unknown or misshapen parameter;
         the engine then refuses to sample until a sync succeeds."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives up the weights, and the memory of those that are copies, for training to go on in it. The engine
+        refuses to sample until the next sync; what is in flight waits."""
 
     def generate(self, prompts: Batch, sampling: Sampling, progress: Callable[[int, int], None] | None = None) -> Batch:
         """Submit and drain: rollouts by prompt row, then sample. `progress(done, total)` is called as they end."""

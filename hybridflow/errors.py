@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import ClassVar
 
 
 class HybridFlowError(Exception):
-    """Base of every error raised on purpose. `where` names role, rank and call, once a worker is involved."""
+    """Base of every error raised on purpose. `where` names role, rank and call, once a worker is involved.
+
+    of_input: the message is about a file or key of the user's, which is the same on any rank.
+    """
+
+    of_input: ClassVar[bool] = False
 
     def __init__(self, message: str, *, where: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.where = where
+
+    def locate(self, where: str) -> None:
+        """Say where a worker raised it, if that helps and nobody has."""
+        if not self.of_input:
+            self.where = self.where or where
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
@@ -24,6 +35,8 @@ class HybridFlowError(Exception):
 class ConfigError(HybridFlowError):
     """A wrong configuration: names the key, the legal values and the remedy. Raised before any process starts."""
 
+    of_input = True
+
 
 class BatchError(HybridFlowError):
     """Rows or columns that do not fit: names the column and the row."""
@@ -32,9 +45,13 @@ class BatchError(HybridFlowError):
 class DataError(HybridFlowError):
     """A data file or row that cannot be used: names the file and the line."""
 
+    of_input = True
+
 
 class ModelError(HybridFlowError):
     """A model folder that is not one, or a model the engines cannot hold."""
+
+    of_input = True
 
 
 class RewardError(HybridFlowError):
@@ -43,6 +60,10 @@ class RewardError(HybridFlowError):
 
 class EngineError(HybridFlowError):
     """A training or rollout engine met something it must not go on with, such as a NaN."""
+
+
+class WorkerError(HybridFlowError):
+    """A rank raised, died or fell silent: names the first to do so, with its own traceback."""
 
 
 class CheckpointError(HybridFlowError):

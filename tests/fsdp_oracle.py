@@ -22,7 +22,7 @@ def engine(path: Path, *, freeze: Sequence[str] = (), **options: Any) -> FSDPEng
     """An engine over the model at `path`, in fp32, that keeps activations. options: those of FSDPConfig and its own."""
     own = {
         name: options.pop(name)
-        for name in ("temperature", "banned_tokens", "total_steps", "trainable")
+        for name in ("head", "temperature", "banned_tokens", "total_steps", "trainable")
         if name in options
     }
     config = FSDPConfig(**{"precision": "fp32", "activation_checkpointing": False, "lr": 1e-3, **options})

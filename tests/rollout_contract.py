@@ -437,6 +437,19 @@ def sampling_before_the_first_sync_is_refused(subject: Subject) -> None:
 
 
 @contract
+def released_weights_are_not_sampled_with_until_they_are_synced_again(subject: Subject) -> None:
+    engine, prompts = subject.started(version=2), prompts_of()
+    before = responses(engine.generate(prompts, GREEDY))
+    for _ in range(2):
+        engine.release()
+    with pytest.raises(EngineError, match="sync"):
+        engine.generate(prompts, GREEDY)
+    assert engine.pending == 0
+    engine.sync(shards_of(subject.model), 2)
+    assert responses(engine.generate(prompts, GREEDY)) == before
+
+
+@contract
 def case_23_a_wrong_set_of_weights_is_refused_by_name(subject: Subject) -> None:
     shards = shards_of(subject.model)
     last = shards[-1].name

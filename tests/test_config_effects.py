@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from hybridflow import Run, configure
 from hybridflow.errors import HybridFlowError
-from hybridflow.recipes import grpo
+from hybridflow.recipes import grpo, ppo, reward_model
 from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.recipe import execute
 from hybridflow.workers.rollout.transformers import TransformersRollout
@@ -55,6 +56,9 @@ ADAPTIVE = ("algorithm.kl=reward", "algorithm.kl_target=0.01", "algorithm.kl_hor
 MANY_STEPS = ("algorithm.minibatches=4", "algorithm.epochs=2", "training.lr=0.03")
 ASKED = ("data.path={folder}/asked.jsonl", "data.validation_path={folder}/asked.jsonl")
 LONG = ("data.path={folder}/long.jsonl",)
+SCORED = ("reward.functions=[model]", "reward.model={folder}/scorer0")
+VALUED = ("critic.training.lr=0.03", "critic.training.grad_clip=0")
+INLINE = ("run.runtime=inline",)
 SAMPLED = ("validation.sampling.temperature=1.0",)
 RECOMPUTED: set[str] = set()
 """Names of layers that ran under activation checkpointing since it was last looked at."""
@@ -71,6 +75,7 @@ class Change:
     base: tuple[str, ...] = ()
     sees: Callable[[Run], object] | str | None = None
     key: str | None = None  # what to write, where that is not the key itself
+    driver: Callable[[Run], None] = grpo
     again: bool = False  # after a first run with `base` in the same folder
 
 
@@ -98,9 +103,10 @@ CHANGES: dict[str, Change] = {
     "algorithm.kl_target": Change("5.0", base=ADAPTIVE),
     "algorithm.kl_horizon": Change("40", base=ADAPTIVE),
     "algorithm.kl_stop": Change("1e-9", base=MANY_STEPS),
-    "algorithm.old_policy": Change("current", sees=lambda run: "time/actor.log_probs" in run.metrics()[-1]),
+    "algorithm.old_policy": Change("current", sees=lambda run: "time/actor.score_tokens" in run.metrics()[-1]),
     "reward.functions": Change("[{folder}/rewards.py:length]"),
     "reward.weights": Change("[2.0]"),
+    "reward.model": Change("{folder}/scorer1", base=SCORED, driver=ppo),
     "reward.workers": Change("1"),
     "reward.timeout_s": Change(
         "0.05",
@@ -116,6 +122,9 @@ CHANGES: dict[str, Change] = {
         base=("reward.functions=[{folder}/rewards.py:fails_once_in_four]", "reward.max_error_fraction=0.9"),
         sees=REFUSED,
     ),
+    "algorithm.critic_warmup_steps": Change("1", driver=ppo),
+    "critic.path": Change("{folder}/other", driver=ppo),
+    "critic.clip_value": Change("1e-4", base=VALUED, driver=ppo),
     "reference.path": Change("{folder}/other", base=KL),
     "validation.sampling.n": Change("2", base=SAMPLED),
     "validation.sampling.temperature": Change("0.5"),
@@ -144,6 +153,14 @@ CHANGES: dict[str, Change] = {
     "run.trackers": Change("[tensorboard]"),
     "run.completions_shown": Change("2"),
     "run.deterministic": Change("true", sees=deterministic),
+    "run.runtime": Change("ray", sees=lambda run: type(run._runtime).__name__),
+    "run.call_timeout_s": Change("9", sees=REFUSED),  # inline; test_ray_faults.py has its effect
+    "run.start_timeout_s": Change("9", sees=REFUSED),  # inline; test_ray_chaos.py has its effect
+    "run.debug": Change("actor:0", sees=REFUSED),  # inline; test_ray_chaos.py has its effect
+    "placement.actor": Change("2", base=INLINE, sees=REFUSED),  # test_ray_learning.py has the effect of these
+    "placement.critic": Change("1", base=INLINE, sees=REFUSED, driver=ppo),
+    "placement.reference": Change("1", base=(*INLINE, *KL), sees=REFUSED),
+    "placement.reward_model": Change("1", base=(*INLINE, *SCORED), sees=REFUSED, driver=ppo),
     "model.path": Change("{folder}/other"),
     "model.tokenizer": Change("{folder}/reversed"),
     "model.chat_template": Change("{folder}/template.jinja"),
@@ -173,13 +190,23 @@ CHANGES: dict[str, Change] = {
     "training.precision": Change("bf16"),
     "training.tokens_per_microbatch": Change("64"),
     "training.activation_checkpointing": Change("true", sees=lambda run: RECOMPUTED.pop() if RECOMPUTED else None),
+    "training.shard_size": Change("2", sees=REFUSED),  # of the one rank there is
+    "training.sequence_parallel": Change("2", sees=REFUSED),
     "rollout.max_context_tokens": Change("25", base=("data.max_prompt_tokens=24",)),
     "rollout.max_concurrent": Change("2", sees=lambda run: (len(DECODED), DECODED.clear())),
     "advantage.normalize_std": Change("false"),
     "advantage.baseline": Change("none", base=("advantage=reinforce",)),
+    "advantage.gamma": Change("0.9", driver=ppo),
+    "advantage.lam": Change("0.9", driver=ppo),
+    "advantage.whiten": Change("false", driver=ppo),
+    "loss.clip_value": Change("0.1", sees=REFUSED),  # the critic's own: critic.clip_value
+    "loss.centering": Change("0.5", driver=reward_model),
     "loss.clip_low": Change("1e-4", base=MANY_STEPS),
     "loss.clip_high": Change("1e-4", base=MANY_STEPS),
     "loss.dual_clip": Change("1.001", base=MANY_STEPS),
+}
+CHANGES |= {
+    f"critic.{key}": replace(change, driver=ppo) for key, change in CHANGES.items() if key.startswith("training.")
 }
 
 
@@ -200,6 +227,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     )
     with_own_code(tiny_model_folder(folder / "remote"))
     tiny_model_folder(folder / "other", seed=1)
+    write_rows(folder / "pairs.jsonl", [{"prompt": "1", "chosen": str(i), "rejected": "a" * i} for i in range(12)])
+    for seed in range(2):
+        torch.manual_seed(seed)
+        scorer = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+        scorer.save_pretrained(folder / f"scorer{seed}")
+        character_tokenizer().save_pretrained(folder / f"scorer{seed}")
     (folder / "template.jinja").write_text("{% for message in messages %}{{ message.content }}={% endfor %}")
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}?{% endfor %}"
@@ -243,16 +276,18 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def words(folder: Path, model: Path, *overrides: str) -> list[str]:
+def words(driver: object, folder: Path, model: Path, *overrides: str) -> list[str]:
     """A quick run on files, with validation in the middle and at the end, a checkpoint at the end alone."""
+    pairs = driver is reward_model
+    rows = folder / ("pairs.jsonl" if pairs else "rows.jsonl")
     base = [
-        *QUICK,
+        *(word for word in QUICK if not (pairs and word.startswith(("sampling.", "reward.")))),
         "run.steps=2",
         "run.checkpoint_steps=0",
         f"model.path={model}",
-        f"data.path={folder}/rows.jsonl",
-        f"data.validation_path={folder}/rows.jsonl",
-        f"reward.functions=[{folder}/rewards.py:digits]",
+        f"data.path={rows}",
+        f"data.validation_path={rows}",
+        *([] if pairs else [f"reward.functions=[{folder}/rewards.py:digits]"]),
         "validation.every_steps=2",
     ]
     return [*base, *(word.replace("{folder}", str(folder)) for word in overrides)]
@@ -271,21 +306,22 @@ class Observed:
 
 
 def look(
+    change: Change,
     overrides: tuple[str, ...],
     folder: Path,
     run_dir: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
-    sees: object,
 ) -> Observed:
     """One run with these overrides."""
     error, own, where = None, None, run_dir
     capsys.readouterr()
     try:
-        config = configure(*words(folder, model, f"run.dir={run_dir}", *overrides), recipe=grpo)
+        said = words(change.driver, folder, model, f"run.dir={run_dir}", *overrides)
+        config = configure(*said, recipe=change.driver)
         where = Path(config.run.dir)
-        run = execute(grpo, config)
-        own = sees(run) if callable(sees) else None
+        run = execute(change.driver, config)
+        own = change.sees(run) if callable(change.sees) else None
     except HybridFlowError as raised:
         error = str(raised)
     console = re.sub(r"\(\d.*?left\)|" + re.escape(str(where)), "", capsys.readouterr().out)
@@ -300,14 +336,17 @@ def test_every_key_is_in_the_table() -> None:
     assert sorted(CHANGES) == sorted(all_keys())
 
 
-@pytest.mark.parametrize("key", ["sampling.n", "rollout.max_concurrent", "algorithm.kl_stop"])
+@pytest.mark.parametrize(
+    "key",
+    ["sampling.n", "rollout.max_concurrent", "algorithm.kl_stop", "critic.path", "reward.model", "loss.centering"],
+)
 def test_two_equal_runs_look_equal(
     key: str, folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else any change would seem to have an effect."""
     change = CHANGES[key]
     first, second = (
-        look(change.base, folder, tmp_path / name / "run", tiny_model, capsys, change.sees) for name in ("a", "b")
+        look(change, change.base, folder, tmp_path / name / "run", tiny_model, capsys) for name in ("a", "b")
     )
     assert first.error is None and first.numbers
     assert first == second
@@ -329,16 +368,16 @@ def test_case_31_changing_a_key_has_an_effect_or_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     change = CHANGES[key]
-    seen = (change.base, change.sees)
+    seen = (change.driver, change.base, change.sees)
     if seen not in bases:
-        bases[seen] = look(change.base, folder, tmp_path / "before" / "run", tiny_model, capsys, change.sees)
+        bases[seen] = look(change, change.base, folder, tmp_path / "before" / "run", tiny_model, capsys)
     before = bases[seen]
     assert before.error is None or change.sees == ERROR
     run_dir = tmp_path / "after" / "run"
     if change.again:
-        look(change.base, folder, run_dir, tiny_model, capsys, change.sees)
+        look(change, change.base, folder, run_dir, tiny_model, capsys)
     changed = (*change.base, f"{change.key or key}={change.value}")
-    after = look(changed, folder, run_dir, tiny_model, capsys, change.sees)
+    after = look(change, changed, folder, run_dir, tiny_model, capsys)
     torch.use_deterministic_algorithms(False)
     if change.sees == REFUSED:
         assert after.error is not None

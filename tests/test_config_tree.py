@@ -20,6 +20,7 @@ from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.engines import Sampling
 from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.config import (
+    CriticConfig,
     DataConfig,
     ReferenceConfig,
     RunConfig,
@@ -45,6 +46,7 @@ NODES = (
     TransformersConfig,
     AlgorithmConfig,
     RewardConfig,
+    CriticConfig,
     ReferenceConfig,
     ValidationConfig,
     RunConfig,
@@ -90,13 +92,20 @@ CHANGES = {
     "training.precision": "fp32",
     "training.tokens_per_microbatch": "7",
     "training.activation_checkpointing": "false",
+    "training.shard_size": "7",
+    "training.sequence_parallel": "7",
     "rollout.max_context_tokens": "7000",
     "rollout.max_concurrent": "7",
     "advantage.normalize_std": "false",
     "advantage.baseline": "none advantage=reinforce",
+    "advantage.gamma": "0.9 advantage=gae",
+    "advantage.lam": "0.9 advantage=gae",
+    "advantage.whiten": "false advantage=gae",
     "loss.clip_low": "0.1",
     "loss.clip_high": "0.3",
     "loss.dual_clip": "null",
+    "loss.clip_value": "0.1 loss=value_clip",
+    "loss.centering": "0.1 loss=bradley_terry",
     "algorithm.epochs": "7",
     "algorithm.minibatches": "7",
     "algorithm.aggregation": "group_mean",
@@ -108,11 +117,15 @@ CHANGES = {
     "algorithm.kl_horizon": "7 algorithm.kl=reward algorithm.kl_target=1",
     "algorithm.kl_stop": "0.1 algorithm.epochs=2",
     "algorithm.old_policy": "rollout",
+    "algorithm.critic_warmup_steps": "7",
     "reward.functions": "[exact,math]",
     "reward.weights": "[0.5] reward.functions=math",
+    "reward.model": "folder algorithm=reward_model",
     "reward.workers": "0",
     "reward.timeout_s": "7",
     "reward.max_error_fraction": "0.1",
+    "critic.path": "folder",
+    "critic.clip_value": "null",
     "reference.path": "folder algorithm.kl=loss",
     "validation.sampling.n": "7",
     "validation.sampling.temperature": "0",
@@ -139,7 +152,16 @@ CHANGES = {
     "run.trackers": "[]",
     "run.completions_shown": "0",
     "run.deterministic": "true",
+    "run.runtime": "ray",
+    "run.call_timeout_s": "60",
+    "run.start_timeout_s": "60",
+    "run.debug": "actor:1",
+    "placement.actor": "2",
+    "placement.critic": "1",
+    "placement.reference": "all",
+    "placement.reward_model": "critic",
 }
+CHANGES |= {f"critic.{key}": change for key, change in CHANGES.items() if key.startswith("training.")}
 FREE_TEXT = ("data.system_prompt", "run.dir")
 
 
@@ -160,6 +182,7 @@ def test_a_key_changes_itself_and_what_follows_it(key: str, tmp_path: Path, monk
     before, after = flat([*BASE, *context]), flat([*BASE, *context, f"{key}={value}"])
     changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
     follower = {f"validation.{key}"} if key.startswith("sampling.") and key != "sampling.n" else set()
+    follower |= {f"critic.{key}"} if key.startswith("training.") else set()
     own = {k for k in changed if k == key or k.startswith(f"{key}.")}
     assert own
     assert changed == own | follower
@@ -191,6 +214,15 @@ def test_validation_follows_sampling_until_it_is_set_apart() -> None:
     assert (config.sampling.n, config.sampling.max_new_tokens) == (8, 512)
     apart = compose([*BASE, "sampling.temperature=0.7", "validation.sampling.temperature=0"])
     assert apart.validation.sampling.temperature == 0
+
+
+def test_the_critic_follows_training_until_it_is_set_apart() -> None:
+    config = compose([*BASE, "training.lr=1e-3", "training.adam_betas=[0.5,0.6]", "critic.training.warmup_steps=9"])
+    assert config.critic.training.lr == 1e-3 and config.critic.training.adam_betas == [0.5, 0.6]
+    assert (config.training.warmup_steps, config.critic.training.warmup_steps) == (0, 9)
+    assert isinstance(config.critic.training, type(config.training))
+    apart = compose([*BASE, "training.lr=1e-3", "critic.training.lr=1e-4"])
+    assert (apart.training.lr, apart.critic.training.lr) == (1e-3, 1e-4)
 
 
 def test_sampling_is_what_the_engines_take() -> None:

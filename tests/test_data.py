@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def drawn(batch: Batch) -> list[int]:
 # ---- draws
 def test_a_draw_has_tokens_numbers_and_the_datas_own_columns() -> None:
     rows = [{"prompt": "1+1", "answer": "2", "level": 3, "source": "sums"}, {"prompt": "2+2=", "answer": 4, "level": 5}]
-    batch = source_of(rows, shuffle=False, first_id=10).draw(2)
+    batch = source_of(rows, shuffle=False, first_id=10).draw(0, 2)
     assert [text_of(ids) for ids in batch.ragged("prompt_ids")] == ["1+1", "2+2="]
     assert batch.array("group_id").tolist() == [10, 11]
     assert batch.array("prompt").tolist() == ["1+1", "2+2="]
@@ -80,58 +79,42 @@ def test_every_epoch_has_every_row_once_however_the_draws_are_cut(
     count: int, draws: list[int], seed: int, shuffle: bool
 ) -> None:
     source = source_of(numbered(count), seed=seed, shuffle=shuffle)
-    got = [row for n in draws for row in drawn(source.draw(n))]
+    firsts = np.cumsum([0, *draws])[:-1].tolist()
+    got = [row for first, n in zip(firsts, draws, strict=True) for row in drawn(source.draw(first, n))]
     for start in range(0, len(got) - count + 1, count):
         assert sorted(got[start : start + count]) == list(range(count))
-    assert source_of(numbered(count), seed=seed, shuffle=shuffle).draw(sum(draws)).array("prompt").tolist() == [
+    assert source_of(numbered(count), seed=seed, shuffle=shuffle).draw(0, sum(draws)).array("prompt").tolist() == [
         f"p{row}" for row in got
     ]
-    assert source.epoch == sum(draws) / count
     if not shuffle:
         assert got == [position % count for position in range(sum(draws))]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     source = source_of(numbered(20))
-    first, second = drawn(source.draw(20)), drawn(source.draw(20))
+    first, second = drawn(source.draw(0, 20)), drawn(source.draw(20, 20))
     assert first != second
-    assert first != drawn(source_of(numbered(20), seed=1).draw(20))
+    assert first != drawn(source_of(numbered(20), seed=1).draw(0, 20))
     assert first != list(range(20))
 
 
 def test_case_03_every_draw_has_a_group_of_its_own_even_of_the_same_row() -> None:
     source = source_of(numbered(3))
-    ids = np.concatenate([source.draw(n).array("group_id") for n in (2, 5, 1)])
+    ids = np.concatenate([source.draw(first, n).array("group_id") for first, n in ((0, 2), (2, 5), (7, 1))])
     assert ids.tolist() == list(range(8))
-
-
-def test_case_29_a_resume_at_an_epochs_boundary_goes_on_with_the_next_epochs_rows() -> None:
-    whole = source_of(numbered(6))
-    expected = [drawn(whole.draw(3)) for _ in range(6)]
-    for steps_before in range(6):
-        before = source_of(numbered(6))
-        for _ in range(steps_before):
-            before.draw(3)
-        state = json.loads(json.dumps(before.state_dict()))
-        after = source_of(numbered(6))
-        after.load_state_dict(state)
-        assert [drawn(after.draw(3)) for _ in range(6 - steps_before)] == expected[steps_before:]
-        assert after.epoch == 3.0
 
 
 def test_case_32_a_draw_counts_rows_and_an_epoch_is_the_usable_rows() -> None:
     rows = [*numbered(4), {"prompt": "much too long", "answer": ""}]
     source = source_of(rows, max_prompt_tokens=2)
     assert len(source) == 4
-    assert len(source.draw(3)) == 3
-    assert source.epoch == 0.75
+    assert len(source.draw(0, 3)) == 3
 
 
-def test_validation_rows_come_in_the_datas_order_with_ids_apart_and_move_no_cursor() -> None:
+def test_validation_rows_come_in_the_datas_order_with_ids_apart() -> None:
     source = source_of(numbered(5), first_id=1000)
     assert drawn(source.all()) == [0, 1, 2, 3, 4]
     assert source.all(2).array("group_id").tolist() == [1000, 1001]
-    assert source.state_dict() == {"cursor": 0}
 
 
 def test_the_fingerprint_is_that_of_the_content() -> None:
@@ -159,7 +142,7 @@ def test_numbers_of_one_type_are_dense_and_all_else_is_kept_as_it_is() -> None:
         {"prompt": "a", "i": 1, "f": 0.5, "b": True, "s": "x", "mixed": 1, "none": None, "list": [1], "big": 2**70},
         {"prompt": "b", "i": 2, "f": 1.5, "b": False, "s": "y", "mixed": 0.5, "none": 1, "list": [2, 3], "big": 1},
     ]
-    batch = source_of(rows, shuffle=False).draw(2)
+    batch = source_of(rows, shuffle=False).draw(0, 2)
     for name in rows[0].keys() - {"prompt"}:
         assert batch.array(name).tolist() == [row[name] for row in rows]
         assert kind_of(batch.column(name)) is (Kind.DENSE if name in ("i", "f", "b") else Kind.OBJECTS)
@@ -167,7 +150,7 @@ def test_numbers_of_one_type_are_dense_and_all_else_is_kept_as_it_is() -> None:
 
 def test_a_column_that_some_rows_lack_is_none_there_and_said_once() -> None:
     source = source_of([{"prompt": "a", "hint": "x"}, {"prompt": "b"}, {"prompt": "c"}], shuffle=False)
-    assert source.draw(3).array("hint").tolist() == ["x", None, None]
+    assert source.draw(0, 3).array("hint").tolist() == ["x", None, None]
     assert source.notices == ["rows.jsonl: the column 'hint' is missing in 2 of 3 rows, which get None"]
 
 
@@ -183,7 +166,7 @@ def test_a_column_of_a_name_that_training_uses_is_refused(name: str) -> None:
 def test_a_row_without_a_prompt_is_named_with_its_columns() -> None:
     with pytest.raises(DataError, match=r"rows.jsonl, row 2: no column 'prompt' \(columns: question, answer\)"):
         source_of([{"prompt": "a"}, {"question": "b", "answer": "c"}])
-    batch = source_of([{"question": "b"}], prompt_key="question").draw(1)
+    batch = source_of([{"question": "b"}], prompt_key="question").draw(0, 1)
     assert batch.array("prompt").tolist() == ["b"]
     assert "question" not in batch
     with pytest.raises(DataError, match=r"a column 'prompt' beside data.prompt_key=question"):
@@ -207,7 +190,7 @@ def test_with_a_chat_template_prompts_are_rendered_up_to_the_models_turn() -> No
             ]
         },
     ]
-    batch = source_of(rows, CHAT, shuffle=False).draw(2)
+    batch = source_of(rows, CHAT, shuffle=False).draw(0, 2)
     assert text_of(batch.ragged("prompt_ids")[0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert text_of(batch.ragged("prompt_ids")[1]) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
@@ -218,7 +201,7 @@ def test_with_a_chat_template_prompts_are_rendered_up_to_the_models_turn() -> No
 
 def test_the_system_prompt_comes_first_unless_the_row_has_its_own() -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
-    batch = source_of([{"prompt": "a"}, {"prompt": own}], CHAT, system_prompt="ours", shuffle=False).draw(2)
+    batch = source_of([{"prompt": "a"}, {"prompt": own}], CHAT, system_prompt="ours", shuffle=False).draw(0, 2)
     starts = [text_of(ids).split("<|im_end|>")[0] for ids in batch.ragged("prompt_ids")]
     assert starts == ["<|im_start|>system\nours", "<|im_start|>system\nmine"]
 
@@ -242,7 +225,7 @@ def test_what_a_chat_template_refuses_is_named_by_row() -> None:
 def test_long_prompts_are_left_out_and_counted_or_an_error() -> None:
     rows = [{"prompt": "12345"}, {"prompt": "1"}, {"prompt": "1234"}]
     source = source_of(rows, max_prompt_tokens=4, shuffle=False)
-    assert source.draw(2).array("prompt").tolist() == ["1", "1234"]
+    assert source.draw(0, 2).array("prompt").tolist() == ["1", "1234"]
     assert source.notices == ["rows.jsonl: 1 of 3 prompts are longer than data.max_prompt_tokens=4 and were left out"]
     with pytest.raises(DataError, match=r"1 of 3 prompts are longer .*=4: row 1 has 5 tokens. Raise it"):
         source_of(rows, max_prompt_tokens=4, overlong_prompt="error")
@@ -275,7 +258,7 @@ def test_format_makes_rows_of_rows(tmp_path: Path) -> None:
         "def ask(row):\n    return {'prompt': f\"{row['a']}?\", 'answer': 10 / row['a']}\n"
         "def nothing(row):\n    return None\n"
     )
-    batch = source_of([{"a": 2, "source": "x"}], format=f"{file}:ask").draw(1)
+    batch = source_of([{"a": 2, "source": "x"}], format=f"{file}:ask").draw(0, 1)
     assert (batch.array("prompt")[0], batch.array("answer")[0], batch.array("source")[0]) == ("2?", 5.0, "x")
     with pytest.raises(DataError, match=r"row 2: data.format raised ZeroDivisionError: division by zero"):
         source_of([{"a": 1}, {"a": 0}], format=f"{file}:ask")
@@ -285,7 +268,7 @@ def test_format_makes_rows_of_rows(tmp_path: Path) -> None:
 
 # ---- examples
 def test_an_example_is_a_prompt_and_a_response_that_ends_its_turn() -> None:
-    batch = source_of([{"prompt": "1+1", "response": "2", "level": 1}], CHAT, kind="examples").draw(1)
+    batch = source_of([{"prompt": "1+1", "response": "2", "level": 1}], CHAT, kind="examples").draw(0, 1)
     assert text_of(batch.ragged("prompt_ids")[0]) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
     assert text_of(batch.ragged("response_ids")[0]) == "2<|im_end|>"
     assert batch.ragged("response_mask").values.tolist() == [True, True]
@@ -295,7 +278,7 @@ def test_an_example_is_a_prompt_and_a_response_that_ends_its_turn() -> None:
 
 
 def test_an_example_without_a_template_ends_with_the_end_of_sequence_token() -> None:
-    batch = source_of([{"prompt": "1+1=", "response": "2"}], kind="examples").draw(1)
+    batch = source_of([{"prompt": "1+1=", "response": "2"}], kind="examples").draw(0, 1)
     assert text_of(batch.ragged("prompt_ids")[0]) == "1+1="
     assert text_of(batch.ragged("response_ids")[0]) == "2<eos>"
 
@@ -303,7 +286,7 @@ def test_an_example_without_a_template_ends_with_the_end_of_sequence_token() -> 
 def test_a_template_that_writes_no_end_of_turn_gets_the_end_of_sequence_token() -> None:
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template = turns + "{% if add_generation_prompt %}assistant: {% endif %}"
-    batch = source_of([{"prompt": "a", "response": "b"}], characters(template), kind="examples").draw(1)
+    batch = source_of([{"prompt": "a", "response": "b"}], characters(template), kind="examples").draw(0, 1)
     assert text_of(batch.ragged("prompt_ids")[0]) == "user: a\nassistant: "
     assert text_of(batch.ragged("response_ids")[0]) == "b<eos>"
 
@@ -317,7 +300,7 @@ def test_case_12_a_template_that_renders_the_prompt_otherwise_before_a_response_
 @given(st.lists(st.sampled_from("ab \n"), min_size=1, max_size=6), st.lists(st.sampled_from("ab \n"), max_size=6))
 def test_case_12_prompt_and_response_tokens_are_those_of_the_whole_text(prompt: list[str], response: list[str]) -> None:
     row = {"prompt": "".join(prompt), "response": "".join(response)}
-    batch = source_of([row], CHAT, kind="examples").draw(1)
+    batch = source_of([row], CHAT, kind="examples").draw(0, 1)
     messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
     whole = CHAT.apply_chat_template(messages, tokenize=False)
     tokens = np.concatenate([batch.ragged("prompt_ids")[0], batch.ragged("response_ids")[0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow import device
+from hybridflow.errors import EngineError
 
 pytestmark = pytest.mark.unit
 
@@ -37,6 +39,13 @@ def test_the_process_group_of_one_rank_is_made_once() -> None:
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [1, 1]
+
+
+def test_ranks_that_do_not_come_in_time_are_an_error_that_says_who_waited_where() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(EngineError, match=rf"rank 0 of 2 waited 0.5 s for the others at 127.0.0.1:{port}"):
+        device.join_process_group("127.0.0.1", port, 0, 2, timeout_s=0.5)
 
 
 def test_a_seed_repeats_every_global_generator() -> None:

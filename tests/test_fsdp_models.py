@@ -111,6 +111,14 @@ def test_a_folder_that_is_no_model_says_what_is_missing(
     assert "\n" not in str(raised.value)
 
 
+def test_weights_that_differ_where_the_configuration_ties_them_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path, tied=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"ties lm_head.weight to .* correct config.json"):
+        load(folder)
+
+
 def test_a_name_that_no_hub_knows_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"no folder here, so it was looked up on the hub. OSError"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError
-from hybridflow.workers.training.packing import micro_batches, pack
+from hybridflow.workers.training.packing import micro_batches, pack, token_slice
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +69,29 @@ def test_packed_rows_hold_all_tokens_but_the_last_and_restart_their_positions() 
     assert packed.targets.tolist() == [14, 15, 22, 24]
     assert packed.scored.tolist() == [0, 1, 2, 4]
     assert packed.responses == 5
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8), st.integers(1, 9))
+def test_slices_of_packed_rows_are_equally_long_and_bring_every_token_once(
+    rows: list[tuple[int, int]], parts: int
+) -> None:
+    batch = Batch(
+        {
+            "prompt_ids": [np.arange(prompt) + 10 * i for i, (prompt, _) in enumerate(rows)],
+            "response_ids": [np.arange(response) + 10 * i for i, (_, response) in enumerate(rows)],
+        }
+    )
+    whole = pack(batch)
+    slices, shares = zip(*(token_slice(whole, part, parts) for part in range(parts)), strict=True)
+    total, size = len(whole.input_ids), len(slices[0].input_ids)
+    for name in ("input_ids", "position_ids"):
+        joined = np.concatenate([getattr(own, name) for own in slices])
+        assert len(joined) == size * parts < total + parts
+        assert (joined[:total] == getattr(whole, name)).all()
+    assert (np.concatenate([own.read + part * size for part, own in enumerate(slices)]) == whole.read).all()
+    assert (np.concatenate([own.targets for own in slices]) == whole.targets).all()
+    assert all(share == [len(own.read) for own in slices] for share in shares)
+    assert all(sum(own.lengths) == size * parts and min(own.lengths) > 0 for own in slices)
 
 
 def test_a_row_without_a_prompt_token_is_named() -> None:

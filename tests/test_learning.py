@@ -52,5 +52,5 @@ def test_grpo_with_permuted_rewards_does_not(tiny_model: Path, tmp_path: Path) -
 
 def test_case_32_a_batch_is_counted_in_prompts_and_rollouts_by_name(tiny_model: Path, tmp_path: Path) -> None:
     run = quick(tiny_model, tmp_path / "run", "run.steps=1")
-    rows: Batch = run.last_rows
+    rows: Batch = run.last_rows.fetch("group_id")
     assert len(rows) == 16 and len(set(rows["group_id"])) == 4

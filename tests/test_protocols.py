@@ -15,9 +15,11 @@ from hybridflow.batch import Batch, RowKind, row_ids
 from hybridflow.controller.protocols import (
     ALL_TO_ALL,
     DP,
+    DP_GROUPS,
     ONE_TO_ALL,
     THREE_D,
     THREE_D_PP_ONLY,
+    Parts,
     Protocol,
     broadcast,
     of_all_ranks,
@@ -71,6 +73,24 @@ def test_rows_are_split_over_dp_and_equal_within_one_dp_coordinate(
         assert kwargs["flag"] == 3
 
 
+@given(LAYOUTS, st.lists(st.integers(0, 26), max_size=9), st.sampled_from([DP, DP_GROUPS, THREE_D]))
+def test_parts_of_any_size_go_to_their_dp_coordinates_and_come_back_in_their_order(
+    layout: ParallelLayout, part_of_row: list[int], protocol: Protocol
+) -> None:
+    assert protocol.parts is not None
+    assert protocol.parts(layout) == layout.dp
+    batch = rows(len(part_of_row))
+    expected = [[row for row, part in enumerate(part_of_row) if part % layout.dp == dp] for dp in range(layout.dp)]
+    calls = protocol.distribute(layout, [Parts([batch.take(part) for part in expected]), "same"], {"again": batch})
+    for rank, (args, kwargs) in enumerate(calls):
+        dp = layout.coordinates(rank).dp
+        assert args[0].array("n").tolist() == expected[dp]
+        assert args[1] == "same"
+        assert kwargs["again"].array("n").tolist() == share(len(batch), layout.dp, dp)
+    result = protocol.collect(layout, doubled(calls))
+    assert result.array("twice").tolist() == [2 * row for part in expected for row in part]
+
+
 @given(LAYOUTS, st.integers(1, 7), st.sampled_from([DP, THREE_D, three_d_all_micro_dp(1, 1)]))
 def test_collected_rows_have_the_order_and_identity_of_those_given(
     layout: ParallelLayout, count: int, protocol: Protocol
@@ -89,6 +109,23 @@ def test_the_output_of_3d_is_of_the_last_stage_and_the_first_shard(layout: Paral
     taken = [layout.rank(Coordinates(pp=layout.pp - 1, dp=dp, cp=0, tp=0)) for dp in range(layout.dp)]
     expected = [rank for rank in taken for _ in range(count)]
     assert THREE_D.collect(layout, outputs).array("rank").tolist() == expected
+
+
+@given(LAYOUTS, st.lists(st.integers(0, 2), min_size=3, max_size=3), st.sampled_from([DP, THREE_D]))
+def test_one_output_of_each_dp_coordinate_is_taken_whatever_its_size(
+    layout: ParallelLayout, sizes: list[int], protocol: Protocol
+) -> None:
+    def output(rank: int) -> Batch | None:
+        at = layout.coordinates(rank)
+        if protocol is THREE_D and at.pp < layout.pp - 1:
+            return None  # an earlier pipeline stage has no output
+        return Batch({"rank": np.full(sizes[at.dp], rank)})
+
+    stage = layout.pp - 1 if protocol is THREE_D else 0
+    taken = [layout.rank(Coordinates(pp=stage, dp=dp, cp=0, tp=0)) for dp in range(layout.dp)]
+    expected = [rank for dp, rank in enumerate(taken) for _ in range(sizes[dp])]
+    result = protocol.collect(layout, [output(rank) for rank in range(layout.size)])
+    assert result.array("rank").tolist() == expected
 
 
 def test_more_ranks_than_rows_leaves_shards_without_rows_but_with_columns() -> None:
@@ -135,6 +172,35 @@ def test_micro_dp_splits_rows_over_generation_replicas(
     assert protocol.collect(training, doubled(calls)).array("twice").tolist() == [2 * i for i in range(7)]
 
 
+@given(LAYOUTS, st.integers(0, 7), st.data())
+def test_each_generation_replica_gets_its_share_and_its_first_rank_answers(
+    layout: ParallelLayout, count: int, data: st.DataObject
+) -> None:
+    over_pp = data.draw(st.sampled_from([k for k in range(1, layout.pp + 1) if layout.pp % k == 0]))
+    over_tp = data.draw(st.sampled_from([k for k in range(1, layout.tp + 1) if layout.tp % k == 0]))
+    protocol = three_d_all_micro_dp(layout.pp // over_pp, layout.tp // over_tp)
+    replicas = [  # of each training replica: the ranks at strides p / pp and t / tp, and their context-parallel peers
+        [
+            layout.rank(Coordinates(pp=p, dp=dp, cp=cp, tp=t))
+            for p in range(first_p, layout.pp, over_pp)
+            for t in range(first_t, layout.tp, over_tp)
+            for cp in range(layout.cp)
+        ]
+        for dp in range(layout.dp)
+        for first_p in range(over_pp)
+        for first_t in range(over_tp)
+    ]
+    assert protocol.parts is not None
+    assert protocol.parts(layout) == len(replicas)
+    calls = protocol.distribute(layout, [rows(count)], {})
+    for number, ranks in enumerate(replicas):
+        for rank in ranks:
+            assert calls[rank][0][0].array("n").tolist() == share(count, len(replicas), number)
+    outputs = [Batch({"rank": np.full(len(args[0]), rank)}) for rank, (args, _) in enumerate(calls)]
+    expected = [min(ranks) for i, ranks in enumerate(replicas) for _ in share(count, len(replicas), i)]
+    assert protocol.collect(layout, outputs).array("rank").tolist() == expected
+
+
 @given(SIZES, SIZES, SIZES, st.data())
 def test_a_generation_replica_is_one_whole_model_whose_shards_contain_the_training_shards(
     pp: int, tp: int, dp: int, data: st.DataObject
@@ -169,9 +235,31 @@ def test_one_to_all_gives_every_rank_everything_and_takes_one_value(layout: Para
 
 def test_pp_only_gives_every_rank_everything_and_chains_the_stages() -> None:
     layout = ParallelLayout(pp=2, dp=2, tp=2)
-    assert len(THREE_D_PP_ONLY.distribute(layout, [1], {})) == 8
+    batch = rows(3)
+    assert THREE_D_PP_ONLY.distribute(layout, [batch], {"x": 1}) == [((batch,), {"x": 1})] * 8
     names = [[f"layer.{layout.coordinates(rank).pp}", f"rank {rank}"] for rank in range(8)]
     assert THREE_D_PP_ONLY.collect(layout, names) == ["layer.0", "rank 0", "layer.1", "rank 4"]
+
+
+@given(LAYOUTS, st.lists(st.integers(0, 3), min_size=3, max_size=3))
+def test_pp_only_chains_the_lists_of_the_stages_whatever_their_length(
+    layout: ParallelLayout, lengths: list[int]
+) -> None:
+    outputs = [[(rank, i) for i in range(lengths[layout.coordinates(rank).pp])] for rank in range(layout.size)]
+    first = [layout.rank(Coordinates(pp=pp, dp=0, cp=0, tp=0)) for pp in range(layout.pp)]
+    expected = [(rank, i) for pp, rank in enumerate(first) for i in range(lengths[pp])]
+    assert THREE_D_PP_ONLY.collect(layout, outputs) == expected
+
+
+@given(LAYOUTS, st.data())
+def test_all_to_all_hands_each_rank_its_own_rows_and_brings_back_each_answer(
+    layout: ParallelLayout, data: st.DataObject
+) -> None:
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=layout.size, max_size=layout.size))
+    calls = ALL_TO_ALL.distribute(layout, [[rows(count) for count in counts]], {"count": tuple(counts)})
+    assert [(len(args[0]), kwargs) for args, kwargs in calls] == [(count, {"count": count}) for count in counts]
+    answers = ALL_TO_ALL.collect(layout, [args[0] for args, _ in calls])
+    assert [len(answer) for answer in answers] == counts
 
 
 def test_all_to_all_takes_one_value_a_rank_in_and_out() -> None:

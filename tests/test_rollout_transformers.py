@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow import Actor, Reward, Run, recipe
 from hybridflow.batch import Batch
 from hybridflow.columns import FinishReason, Ragged
 from hybridflow.engines import ParameterShard, RolloutEngine, Sampling
@@ -21,6 +23,7 @@ from hybridflow.workers.rollout.transformers import TransformersRollout
 from tests import rollout_contract as contract
 from tests.models import tiny_model_folder
 from tests.rollout_contract import CHECKS, GREEDY, Check, Subject, drain, prompts_of, reasons, responses, shards_of
+from tests.runs import quick
 
 pytestmark = pytest.mark.unit
 
@@ -90,6 +93,51 @@ def test_whole_tensors_are_adopted_without_a_copy(subject: Subject) -> None:
     for shard in shards_of(subject.model):
         assert mine[shard.name].data_ptr() == shard.tensor.data_ptr()
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+
+
+def test_a_release_keeps_no_tensor_and_counts_what_other_ranks_sent(subject: Subject) -> None:
+    engine = subject.build()
+    engine.sync([replace(shard, received=3) for shard in shards_of(subject.model)], 1)
+    assert engine.received_bytes == 3 * len(shards_of(subject.model))
+    engine.release()
+    assert {parameter.device.type for parameter in engine.model.parameters()} == {"meta"}
+    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    engine.sync(shards_of(subject.model), 1)
+    assert engine.received_bytes == 0
+
+
+def test_case_21_generation_copies_are_made_once_a_version_and_gone_before_training_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, held = list[int](), list[bool]()
+    sync = TransformersRollout.sync
+
+    def counted(engine: TransformersRollout, shards: Iterable[ParameterShard], version: int) -> None:
+        synced.append(version)
+        sync(engine, shards, version)
+
+    monkeypatch.setattr(TransformersRollout, "sync", counted)
+
+    @recipe("algorithm=grpo")
+    def watched(run: Run) -> None:
+        actor, reward = run.groups(Actor, Reward)
+
+        def look() -> None:
+            held.extend(actor.on_ranks(lambda rank: not any(p.is_meta for p in rank._rollout.model.parameters())))
+
+        for _ in run.steps():
+            actor.generate(run.prompts(), run.sampling)
+            batch = actor.generate(run.prompts(), run.sampling)
+            look()
+            batch |= reward.score(batch) | actor.old_log_probs(batch)
+            look()
+            batch |= run.advantages(batch)
+            run.record(batch, actor.update(batch))
+            look()
+
+    quick(tiny_model, tmp_path / "run", "run.steps=2", "training.precision=bf16", driver=watched)
+    assert synced == [0, 1]
+    assert held == [True, False, False] * 2
 
 
 def test_an_in_place_update_of_adopted_weights_is_seen_at_once(models: Models) -> None:

@@ -61,6 +61,24 @@ def token_weights(
     return weights
 
 
+def row_weights(response_mask: Array, lengths: Array, keep: Array | None, group_id: Array) -> NDArray[np.float64]:
+    """Weight of each response token where a loss is of rows, [T]: 1 / (G |g|) at the last token that counts of each row
+    of group g, |g| rows, of G groups that have two such rows or more; 0 elsewhere. Arguments: as of `token_weights`."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    rows, last = last_tokens(response_mask if keep is None else response_mask & keep[row], row)
+    _, group, sizes = np.unique(group_id[rows], return_inverse=True, return_counts=True)
+    stands_for_row = np.zeros(len(row), np.bool_)
+    stands_for_row[last[sizes[group] > 1]] = True
+    return token_weights("group_mean", stands_for_row, lengths, keep, None, group_id, 1)
+
+
+def last_tokens(counts: Array, row_of_token: Array) -> tuple[Array, Array]:
+    """The rows that have a token that counts, ascending, and the position in [0, T) of the last one of each."""
+    tokens = np.flatnonzero(counts)[::-1]
+    rows, first = np.unique(row_of_token[tokens], return_index=True)
+    return rows, tokens[first]
+
+
 def _weights(mode: str, unit: Array, counts: Array, max_new_tokens: int) -> Array:
     """Weights of tokens that count, [T]; `unit` numbers each token's sequence (group, for group_mean)."""
     tokens = np.bincount(unit[counts], minlength=unit.max(initial=0) + 1)

@@ -54,6 +54,9 @@ class AlgorithmConfig:
     """Where the ratio's denominator comes from: recompute (a forward pass) | rollout (the sampler's log-probs) |
     current (the detached log-probs of the update itself; one optimizer step per batch)."""
 
+    critic_warmup_steps: int = 0
+    """Steps at the start in which the critic learns and the policy does not."""
+
     def __post_init__(self) -> None:
         for key, legal in {
             "aggregation": AGGREGATIONS,
@@ -65,7 +68,7 @@ class AlgorithmConfig:
         for key in ("epochs", "minibatches", "kl_horizon"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"algorithm.{key}={getattr(self, key)}: it is at least 1.")
-        for key in ("entropy_coef", "kl_coef"):
+        for key in ("entropy_coef", "kl_coef", "critic_warmup_steps"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"algorithm.{key}={getattr(self, key)}: it is at least 0.")
         for key in ("kl_target", "kl_stop"):

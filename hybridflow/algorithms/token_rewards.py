@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .aggregation import last_tokens
 from .kl import kl_estimate
 
 Floats = NDArray[np.floating]
@@ -26,9 +27,8 @@ def token_rewards(
     reference are given, kl [n]: each row's sum of the estimate. A row without a sampled token has no reward to place.
     """
     rewards = np.zeros(len(row_of_token), np.float32)
-    sampled = np.flatnonzero(response_mask)
-    rows, last_reversed = np.unique(row_of_token[sampled][::-1], return_index=True)
-    rewards[sampled[::-1][last_reversed]] = reward[rows]
+    rows, last = last_tokens(response_mask, row_of_token)
+    rewards[last] = reward[rows]
     if old_logprobs is None or ref_logprobs is None:
         return {"token_rewards": rewards}
     estimate = np.where(response_mask, kl_estimate(old_logprobs, ref_logprobs, kl_estimator), 0.0)

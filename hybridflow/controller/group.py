@@ -1,16 +1,27 @@
-"""WorkerGroup: the ranks of one role, called together."""
+"""WorkerGroup: the ranks of one role, called together; Runtime: what makes groups."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..layout import ParallelLayout
 from .protocols import Protocol
+from .worker import Worker
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group runs: the pool of that name, which has so many ranks, of a device each or of none."""
+
+    pool: str
+    ranks: int = 1
+    devices: bool = True
 
 
 class WorkerGroup(ABC):
@@ -41,6 +52,23 @@ class WorkerGroup(ABC):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, on ranks that have started."""
 
+
+class Runtime(ABC):
+    """Where the groups of one run live. Single use: `close` ends all of them."""
+
+    @property
     @abstractmethod
-    def stop(self) -> None:
-        """End the ranks."""
+    def devices(self) -> int:
+        """How many ranks `all` devices can hold."""
+
+    @abstractmethod
+    def group(self, name: str, role: type[Worker[Any]], settings: Any, place: Place) -> WorkerGroup:
+        """The group `name` of a role; nothing is started yet."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits until no call is under way. Errors: what went wrong in one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every rank. What they held is lost."""

@@ -2,7 +2,8 @@
 
 A protocol is a pair of pure functions of the group's layout. Only Batch arguments are split, into parts of consecutive
 rows: brought together in the order of the parts they have the original order, whichever rank was done first. Part sizes
-differ by at most one row; a part may be empty.
+differ by at most one row; a part may be empty. A runtime that balances cost hands over `Parts` of its own choice, and
+restores the order by the rows' identities.
 
 Source: HybridFlow, arXiv 2409.19256, section 4.1 and Table 3.
 """
@@ -26,11 +27,22 @@ class Protocol:
     """distribute(layout, args, kwargs) -> one Call a rank; collect(layout, outputs by rank) -> the value of the call.
 
     A protocol of your own is another pair of functions: `Protocol("MINE", distribute, collect)`.
+    parts(layout): into how many parts rows are split, so that a runtime may choose which rows go into each; None: the
+    protocol splits no rows. unit: rows with the same value in this column stay in one part.
     """
 
     name: str
     distribute: Callable[[ParallelLayout, Sequence[Any], Mapping[str, Any]], list[Call]]
     collect: Callable[[ParallelLayout, Sequence[Any]], Any]
+    parts: Callable[[ParallelLayout], int] | None = None
+    unit: str | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch that was cut already, for a protocol that splits it."""
+
+    batches: Sequence[Batch]
 
 
 # ---- distribute
@@ -91,10 +103,13 @@ ONE_TO_ALL = Protocol("ONE_TO_ALL", broadcast, of_rank_0)
 """The same call on all ranks, such as building a model or a sync. (The paper gathers the ranks' equal values; a caller
 needs one, and asks with ALL_TO_ALL for those that differ.)"""
 
-DP = Protocol("DP", split_over_dp, of_each_dp)
+DP = Protocol("DP", split_over_dp, of_each_dp, parts=lambda layout: layout.dp)
 """Rows split over data-parallel ranks. Metrics are of the whole batch on every rank, so rank 0's are taken."""
 
-THREE_D = Protocol("THREE_D", split_over_dp, of_last_stage)
+DP_GROUPS = Protocol("DP_GROUPS", split_over_dp, of_each_dp, parts=lambda layout: layout.dp, unit="group_id")
+"""As DP; rows of one group (group_id) go to one rank, for losses that compare them."""
+
+THREE_D = Protocol("THREE_D", split_over_dp, of_last_stage, parts=lambda layout: layout.dp)
 """Rows split over data-parallel groups of ranks that share a model by tensor, pipeline and context parallelism."""
 
 THREE_D_PP_ONLY = Protocol("THREE_D_PP_ONLY", broadcast, of_each_stage)
@@ -121,7 +136,10 @@ def three_d_all_micro_dp(pp: int, tp: int) -> Protocol:
         replica_of_rank = _generation_replicas(layout, pp, tp)
         return _together([outputs[replica_of_rank.index(replica)] for replica in range(max(replica_of_rank) + 1)])
 
-    return Protocol("THREE_D_ALL_MICRO_DP", distribute, collect)
+    def parts(layout: ParallelLayout) -> int:
+        return max(_generation_replicas(layout, pp, tp)) + 1
+
+    return Protocol("THREE_D_ALL_MICRO_DP", distribute, collect, parts)
 
 
 # ---- inside
@@ -144,6 +162,8 @@ def _split(part_of_rank: Sequence[int], parts: int, args: Sequence[Any], kwargs:
 
 
 def _parts(value: Any, count: int) -> Sequence[Any]:
+    if isinstance(value, Parts):
+        return value.batches
     return value.split(count) if isinstance(value, Batch) else [value] * count
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..batch import Batch
-from ..columns import Array, Column, Ragged
+from ..columns import AnyColumn, Array, Ragged, Stored
 
 DRIVER = "driver"  # where columns come from that no call of the step has made
 Bytes = dict[str, int]
@@ -81,22 +81,36 @@ class Trace:
     @contextmanager
     def call(self, role: str, method: str, inputs: Batch | None = None) -> Iterator[OpenSpan]:
         """Times the block as one call: `with trace.call("actor", "generate", inputs=batch) as span: ...`."""
-        span, opened = Span(role, method, 0, thread=threading.get_ident()), OpenSpan()
-        self._current = span.name
-        if self._on_call is not None:
-            self._on_call(span.name)
-        if inputs is not None:
-            span.rows_in, span.inputs = len(inputs), self._edges(inputs)
+        opened, span = OpenSpan(), self.begin(role, method, inputs)
         began = time.perf_counter_ns()
-        span.start_ns = began + self._clock
         try:
             yield opened
         except BaseException as error:
             span.error = type(error).__name__
             raise
         finally:
-            span.seconds = (time.perf_counter_ns() - began) / 1e9
-            self._close(span, opened.made)
+            span.start_ns, span.seconds = began + self._clock, (time.perf_counter_ns() - began) / 1e9
+            self.end(span, opened.made)
+
+    def begin(self, role: str, method: str, inputs: Batch | None = None) -> Span:
+        """A call is under way, whose times its runtime will fill in before `end`."""
+        span = Span(role, method, 0, thread=threading.get_ident())
+        self._current = span.name
+        if self._on_call is not None:
+            self._on_call(span.name)
+        if inputs is not None:
+            span.rows_in, span.inputs = len(inputs), self._edges(inputs)
+        return span
+
+    def end(self, span: Span, made: Batch | None = None) -> None:
+        """The call is over, and made these rows."""
+        with self._lock:
+            if made is not None:
+                span.rows_out = len(made)
+                span.outputs = {name: nbytes(made._column(name)) for name in made.names}
+                for name in made.names:
+                    self._makers.setdefault(name, []).append((span.name, made.ids))
+            self._open.append(span)
 
     def progress(self, done: int, total: int) -> None:
         """How far the call under way is."""
@@ -158,15 +172,6 @@ class Trace:
                 maker = next((call for call, ids in makers if _some_rows(ids, inputs.ids)), DRIVER)
                 edges.setdefault(maker, {})[name] = nbytes(inputs._column(name))
         return edges
-
-    def _close(self, span: Span, made: Batch | None) -> None:
-        with self._lock:
-            if made is not None:
-                span.rows_out = len(made)
-                span.outputs = {name: nbytes(made._column(name)) for name in made.names}
-                for name in made.names:
-                    self._makers.setdefault(name, []).append((span.name, made.ids))
-            self._open.append(span)
 
 
 def read_spans(folder: Path) -> list[Span]:
@@ -237,8 +242,10 @@ def mermaid(spans: Sequence[Span]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def nbytes(column: Column) -> int:
+def nbytes(column: AnyColumn) -> int:
     """Bytes of a column's values; text counts its characters, other objects nothing."""
+    if isinstance(column, Stored):
+        return column.nbytes
     if isinstance(column, Ragged):
         return int(column.values.nbytes + column.offsets.nbytes)
     if column.dtype == object:

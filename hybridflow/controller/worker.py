@@ -29,6 +29,8 @@ class Worker(Generic[S]):
     """
 
     role: ClassVar[str] = "worker"
+    needs_device: ClassVar[bool] = True
+    """False: it runs in one process that takes no device."""
 
     def __init__(self, settings: S, name: str, rank: int = 0, group: WorkerGroup | None = None) -> None:
         self.settings = settings
@@ -37,6 +39,11 @@ class Worker(Generic[S]):
         self.group = group
         self.progress: Callable[[int, int], None] = lambda done, total: None
         """To be told (done, total) in a call that takes long."""
+
+    @classmethod
+    def arranged(cls, settings: S, ranks: int) -> ParallelLayout:
+        """How so many ranks are arranged; data-parallel if the role does not say. Errors: ConfigError."""
+        return ParallelLayout(dp=ranks)
 
     # ---- on a rank
     def start(self) -> None:
@@ -79,15 +86,19 @@ class Worker(Generic[S]):
         return self.group
 
 
-def remote(protocol: Protocol) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Marks a method that runs on every rank; `protocol` distributes its inputs and collects its outputs."""
+def remote(
+    protocol: Protocol | Callable[..., Protocol],
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """Marks a method that runs on every rank; `protocol` distributes its inputs and collects its outputs. A function of
+    the handle and the call's arguments chooses one for each call."""
 
     def wrap(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
         def call(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self.group is None:
                 return method(self, *args, **kwargs)
-            result: R = self.group.call(method.__name__, protocol, args, kwargs)
+            chosen = protocol(self, *args, **kwargs) if callable(protocol) else protocol
+            result: R = self.group.call(method.__name__, chosen, args, kwargs)
             return result
 
         return call

@@ -15,16 +15,18 @@ from ..algorithms.objective import check_old_policy
 from ..algorithms.registry import Loss, resolve
 from ..engines import check_sampling
 from ..errors import ConfigError, did_you_mean
-from ..workers.scoring import check_names
+from ..workers.scoring import COMPONENTS, check_names
 from .data_config import DataConfig
 from .data_sources import FUNCTION
+from .placement import RUNTIMES, debugged, runtime_of
 from .tasks import GYM, check_task
 from .tree import Config, leaves, resolved
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention": ("auto", "sdpa", "flash"),
-    "data.kind": ("prompts", "examples"),
+    "data.kind": ("prompts", "examples", "pairs"),
     "data.overlong_prompt": ("drop", "error"),
+    "run.runtime": RUNTIMES,
 }
 AT_LEAST: dict[str, float] = {
     "data.validation_rows": 1,
@@ -39,6 +41,8 @@ AT_LEAST: dict[str, float] = {
     "run.checkpoint_steps": 0,
     "run.checkpoints_kept": 1,
     "run.completions_shown": 0,
+    "run.call_timeout_s": 0,
+    "run.start_timeout_s": 1,
 }
 SAMPLING_ONLY_IN_VALIDATION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}  # key -> the value that leaves it out
 
@@ -56,6 +60,9 @@ def check(config: Config) -> None:
     _check_steps(config)
     _check_validation(config)
     _check_resume(config.run.resume)
+    debugged(config.run.debug)
+    if config.run.runtime == "inline":
+        runtime_of(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -76,7 +83,10 @@ def _check_plugins(config: Config) -> None:
     """Every function that the configuration names is there."""
     functions, weights = config.reward.functions, config.reward.weights
     for spec in functions:
-        resolve(spec, "reward")
+        if spec not in COMPONENTS:
+            resolve(spec, "reward")
+    if "model" in functions and config.reward.model is None:
+        raise ConfigError("reward.functions names model, but reward.model is not set: say reward.model=PATH.")
     if functions and weights and len(weights) != len(functions):
         raise ConfigError(
             f"reward.weights has {len(weights)} values, reward.functions has {len(functions)}: give one each, or none "

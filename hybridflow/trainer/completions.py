@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from ..batch import Batch
 from ..columns import FinishReason, Kind, kind_of
 
+IDS = ("prompt_ids", "response_ids")
 SKIPPED = ("values", "advantages", "returns", "response_mask", "token_rewards")
 
 
@@ -27,24 +28,23 @@ class Completions:
                 file.unlink()
 
     def write(self, step: int, rows: Batch) -> None:
-        """The rows' text, ids, rewards and user columns; per-token numbers other than ids stay out.
+        """The rows' text, ids, rewards and user columns, written by a process where they are; per-token numbers other
+        than ids stay out. Column `step`, unless the data has one of its own: the file's name says it too."""
+        shown = [name for name in rows.names if name in IDS or _kept(rows, name)]
+        rows.select(*shown).apply(_write, self.folder, step)
 
-        Column `step`, unless the data has one of its own: the file's name says it too.
-        """
-        self.folder.mkdir(exist_ok=True)
-        columns = {
-            name: _arrow(rows, name)
-            for name in rows.names
-            if name in ("prompt_ids", "response_ids") or _kept(rows, name)
-        }
-        columns.setdefault("step", pa.array(np.full(len(rows), step)))
-        partial = self.folder / f".step-{step:06d}.parquet"
-        pq.write_table(pa.table(columns), partial)
-        partial.replace(self.folder / f"step-{step:06d}.parquet")
+
+def _write(rows: Batch, folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    columns = {name: _arrow(rows, name) for name in rows.names}
+    columns.setdefault("step", pa.array(np.full(len(rows), step)))
+    partial = folder / f".step-{step:06d}.parquet"
+    pq.write_table(pa.table(columns), partial)
+    partial.replace(folder / f"step-{step:06d}.parquet")
 
 
 def _kept(rows: Batch, name: str) -> bool:
-    return name not in SKIPPED and kind_of(rows.column(name)) is not Kind.RAGGED
+    return name not in SKIPPED and rows.kind(name) is not Kind.RAGGED
 
 
 def _arrow(rows: Batch, name: str) -> pa.Array:

@@ -205,8 +205,9 @@ def _no_such_key(cfg: DictConfig, key: str) -> str:
     elif key.startswith("options."):
         return f"{key}: no such key: this recipe has no options of its own."
     same_leaf = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
+    followed = [each for each in same_leaf if not any(each.endswith(f".{other}") for other in same_leaf)]
     nearest = get_close_matches(
-        key, same_leaf, 1, cutoff=0.0
+        key, followed, 1, cutoff=0.0
     )  # lr -> training.lr, however unlike the two are as a whole
     hint = f" Did you mean {nearest[0]}?" if nearest else did_you_mean(key, keys)
     return f"{key}: no such key.{hint} {ALL_KEYS}"

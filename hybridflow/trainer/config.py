@@ -4,7 +4,9 @@ from .checks import check as check
 from .compose import compose as compose
 from .compose import printable as printable
 from .data_config import DataConfig as DataConfig
+from .placement import PlacementConfig as PlacementConfig
 from .tree import Config as Config
+from .tree import CriticConfig as CriticConfig
 from .tree import Plugin as Plugin
 from .tree import ReferenceConfig as ReferenceConfig
 from .tree import RunConfig as RunConfig

@@ -18,6 +18,9 @@ from ..batch import Batch
 SHOWN = {  # metric -> label on the step line, in this order
     "reward/mean": "reward",
     "actor/loss": "loss",
+    "critic/loss": "critic loss",
+    "reward_model/loss": "loss",
+    "reward_model/accuracy": "accuracy",
     "actor/kl_ref": "kl",
     "actor/entropy": "entropy",
     "actor/clip_fraction": "clipped",

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from ..batch import Batch, RowKind, row_ids
 from ..columns import Ragged, objects
 from ..errors import DataError
+from ..workers.models.rendering import MESSAGES, Renderer
 from .data_config import DataConfig
-from .data_rows import own_columns, prepared_rows
+from .data_rows import RESPONSES, own_columns, prepared_rows
 from .data_sources import Row, SplitError, has_splits, read_rows
-from .data_text import Renderer, shown_prompt
+from .data_text import shown_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROW_KINDS = {"prompts": RowKind.PROMPT, "examples": RowKind.EXAMPLE}
+ROW_KINDS = {"prompts": RowKind.PROMPT, "examples": RowKind.EXAMPLE, "pairs": RowKind.PAIR}
 LONG_ROWS_SHOWN = 5
 
 
@@ -67,7 +68,7 @@ def prompt_limit(max_prompt_tokens: int, context: int | None = None, context_nam
 
 
 class PromptSource:
-    """Endless draws from rows, one cursor over all epochs. Draw k depends on (rows, seed, k) alone.
+    """Endless draws from rows, numbered over all epochs. Draw k depends on (rows, seed, k) alone.
 
     rows: dicts, or a `datasets` Dataset; data.format, chat template and tokenizer are applied when the source is made.
     first_id: the first draw's group_id. name: what messages call the data; None = data.path. limit: of a prompt; None =
@@ -89,38 +90,33 @@ class PromptSource:
         self.name = name or config.path
         self._limit = limit or prompt_limit(config.max_prompt_tokens)
         self.notices: list[str] = []
-        self._kind = ROW_KINDS[config.kind]
+        self._kind, self._answers = ROW_KINDS[config.kind], RESPONSES[config.kind]
         self._shuffle, self._seed, self._first_id = config.shuffle, seed, first_id
-        self._cursor = 0
         self._order = -1, np.arange(0)
         renderer = Renderer(tokenizer, config.system_prompt)
         self._table = self._tokenised(prepared_rows(rows, config, self.name), renderer, config)
 
     def __len__(self) -> int:
-        """Usable rows: an epoch."""
-        return len(self._table)
+        """Usable rows of the data: an epoch."""
+        return len(self._table) // self._width
 
-    @property
-    def epoch(self) -> float:
-        """Epochs drawn so far."""
-        return self._cursor / len(self)
+    def draw(self, first: int, n: int) -> Batch:
+        """n draws from number `first`; the end of an epoch may lie anywhere among them.
 
-    def draw(self, n: int) -> Batch:
-        """The next n rows; the end of an epoch may lie anywhere among them.
-
-        Columns: prompt_ids, group_id (number of the draw), prompt (text), source, the data's own columns; of examples
-        also response_ids (the end of the turn included) and response_mask.
+        Columns: prompt_ids, group_id (number of the draw), prompt (text), source, the data's own columns, and
+        prompt_messages where prompts are chat messages or data.system_prompt is set; of examples and pairs also
+        response_ids (the end of the turn included) and response_mask. A pair is two rows, the chosen one first, with
+        response (text), chosen and, where the data has it, margin.
         """
-        position = self._cursor + np.arange(n)
+        position = first + np.arange(n)
         epochs, within = np.divmod(position, len(self))
         index = np.empty(n, np.int64)
         for epoch in np.unique(epochs):
             index[epochs == epoch] = self._order_of(int(epoch))[within[epochs == epoch]]
-        self._cursor += n
         return self._batch(index, self._first_id + position)
 
     def all(self, limit: int | None = None) -> Batch:
-        """The first `limit` rows (all, if None) in the data's order, for validation; the cursor stays where it is."""
+        """The first `limit` rows (all, if None) in the data's order, for validation."""
         index = np.arange(len(self))[:limit]
         return self._batch(index, self._first_id + index)
 
@@ -137,16 +133,17 @@ class PromptSource:
                 digest.update(json.dumps(column.tolist(), default=_type_name, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"cursor": self._cursor}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._cursor = state["cursor"]
-
     def _batch(self, index: NDArray[np.int64], group_id: NDArray[np.int64]) -> Batch:
-        rows = self._table.take(index)
+        within = np.arange(self._width)
+        rows = self._table.take((index[:, None] * self._width + within).ravel())
         columns = {name: rows.column(name) for name in rows.names}
-        return Batch({**columns, "group_id": group_id}, row_ids(self._kind, group_id))
+        numbers = (group_id[:, None] * self._width + within).ravel()
+        return Batch({**columns, "group_id": np.repeat(group_id, self._width)}, row_ids(self._kind, numbers))
+
+    @property
+    def _width(self) -> int:
+        """Rows of the table that one row of the data makes."""
+        return max(1, len(self._answers))
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if self._order[0] != epoch:
@@ -162,20 +159,37 @@ class PromptSource:
         usable = self._usable(tokens, config)
         rows, tokens = [rows[i] for i in usable], [tokens[i] for i in usable]
         prompts = [row.pop("prompt") for row in rows]
+        answers = [[row.pop(key) for key in self._answers] for row in rows]
         columns: dict[str, Any] = {"prompt_ids": Ragged.from_rows(tokens, np.int64)}
-        if self._kind is RowKind.EXAMPLE:
-            answers = [
-                renderer.response(prompt, texts[i], row.pop("response"), self._where(i))
-                for i, prompt, row in zip(usable, prompts, rows, strict=True)
-            ]
-            responses = Ragged.from_rows(renderer.response_tokens(answers), np.int64)
-            columns["response_ids"] = responses
-            columns["response_mask"] = responses.with_values(np.ones(len(responses.values), bool))
         columns["prompt"] = objects(map(shown_prompt, prompts))
         columns["source"] = objects(str(row.pop("source")) for row in rows)
+        if config.system_prompt is not None or not all(isinstance(prompt, str) for prompt in prompts):
+            columns[MESSAGES] = objects(map(renderer.messages, prompts))
+        if self._kind is RowKind.PAIR and "margin" in rows[0]:
+            columns["margin"] = np.array([row.pop("margin") for row in rows], np.float32)
         own, notices = own_columns(rows, self.name)
         self.notices += notices
-        return Batch({**columns, **own})
+        table = Batch({**columns, **own})
+        if not self._answers:
+            return table
+        rendered = [
+            renderer.response(prompt, texts[i], answer, self._where(i))
+            for i, prompt, given in zip(usable, prompts, answers, strict=True)
+            for answer in given
+        ]
+        return table.take(np.repeat(np.arange(len(table)), self._width)) | self._responses(rendered, answers, renderer)
+
+    def _responses(self, rendered: Sequence[str], answers: Sequence[Sequence[str]], renderer: Renderer) -> Batch:
+        """Columns of the responses, of all rows of the table."""
+        responses = Ragged.from_rows(renderer.response_tokens(rendered), np.int64)
+        columns: dict[str, Any] = {
+            "response_ids": responses,
+            "response_mask": responses.with_values(np.ones(len(responses.values), bool)),
+        }
+        if self._kind is RowKind.PAIR:
+            columns["response"] = objects(answer for given in answers for answer in given)
+            columns["chosen"] = np.tile([True, False], len(answers))
+        return Batch(columns)
 
     def _usable(self, tokens: Sequence[Sequence[int]], config: DataConfig) -> list[int]:
         """Rows whose prompt is neither empty, which is an error, nor too long."""

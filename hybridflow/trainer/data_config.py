@@ -18,7 +18,8 @@ class DataConfig:
     task: dict[str, Any] = field(default_factory=dict)
     """Keys of the reasoning-gym task's own configuration, as data.task.KEY=VALUE; for reasoning_gym:TASK alone."""
     kind: str = "prompts"
-    """prompts (sampled from) | examples (prompt and response, learned as they are). The algorithm presets set it."""
+    """prompts (sampled from) | examples (prompt and response, learned as they are) | pairs (prompt, chosen and rejected
+    response). The algorithm presets set it."""
     split: str = "train"
     """Split of a hub dataset or of a folder to train on."""
     validation_path: str | None = None
@@ -30,12 +31,12 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column that holds the prompt: text, or a list of chat messages."""
     format: str | None = None
-    """package.module:function or path/file.py:function, row (dict) -> row with prompt [, response, answer];
-    null = rows as they are."""
+    """package.module:function or path/file.py:function, row (dict) -> row with prompt [, response, answer]; of pairs
+    with prompt, chosen, rejected [, margin]; null = rows as they are."""
     system_prompt: str | None = None
     """System message put before every prompt; null = none."""
     rows_per_step: int = 64
-    """Dataset rows of one step: prompts in RL, examples in supervised fine-tuning."""
+    """Dataset rows of one step: prompts in RL, examples in supervised fine-tuning, pairs for a reward model."""
     max_prompt_tokens: int = 1024
     """Longest prompt, in tokens; less where the model's context leaves no more room."""
     overlong_prompt: str = "drop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,15 +11,19 @@ import numpy as np
 from ..algorithms.registry import resolve
 from ..columns import DERIVED, Array, objects, spec_of
 from ..errors import DataError
+from ..workers.models.rendering import MESSAGES
 from .data_config import DataConfig
 from .data_sources import Row
 from .data_text import checked_prompt
 
+RESPONSES: dict[str, tuple[str, ...]] = {"prompts": (), "examples": ("response",), "pairs": ("chosen", "rejected")}
+"""data.kind -> keys of the texts that answer the prompt."""
 AS_THEY_ARE = ("answer",)  # never a dense column: a reward function gets what the data says
 
 
 def prepared_rows(rows: Iterable[Mapping[str, Any]], config: DataConfig, name: str) -> list[Row]:
-    """Rows after data.format, each with `prompt` (text or messages), `source` and, of examples, `response`.
+    """Rows after data.format, each with `prompt` (text or messages), `source` and the texts that its kind has beside
+    the prompt, see `RESPONSES`; of pairs all with a `margin`, or none.
 
     name: what the data is called in messages. Errors: DataError naming the row, counted from 1, and the remedy.
     """
@@ -30,6 +35,9 @@ def prepared_rows(rows: Iterable[Mapping[str, Any]], config: DataConfig, name: s
         prepared.append({"source": name, **_checked(row, config, where)})
     if not prepared:
         raise DataError(f"{name}: there are no rows in it.")
+    if config.kind == "pairs" and any("margin" in row for row in prepared):
+        for number, row in enumerate(prepared, 1):
+            row["margin"] = _margin(row.get("margin"), f"{name}, row {number}")
     return prepared
 
 
@@ -42,7 +50,7 @@ def own_columns(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[dict[str,
     columns: dict[str, Array] = {}
     notices: list[str] = []
     for key in dict.fromkeys(key for row in rows for key in row):
-        if spec_of(key) is not None or key in DERIVED:
+        if spec_of(key) is not None or key in (*DERIVED, MESSAGES):
             raise DataError(
                 f"{name}: the column '{key}' has a name that training itself uses: rename it, or leave it out, in "
                 "data.format."
@@ -76,9 +84,19 @@ def _checked(row: Row, config: DataConfig, where: str) -> Row:
     prompt = checked_prompt(row.pop(key), where)
     if "prompt" in row:
         raise DataError(f"{where}: a column 'prompt' beside data.prompt_key={key}: leave it out in data.format.")
-    if config.kind == "examples" and not isinstance(row.get("response"), str):
-        raise DataError(f"{where}: data.kind=examples needs the text 'response', not {row.get('response')!r:.60}.")
+    for response in RESPONSES[config.kind]:
+        if not isinstance(row.get(response), str):
+            raise DataError(
+                f"{where}: data.kind={config.kind} needs the text '{response}', not {row.get(response)!r:.60}. Make it "
+                "in data.format."
+            )
     return {**row, "prompt": prompt}
+
+
+def _margin(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(f"{where}: 'margin' is a number in every row or in none, not {value!r:.60}.")
+    return float(value)
 
 
 def _own_column(key: str, values: list[Any]) -> Array:

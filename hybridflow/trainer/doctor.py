@@ -26,7 +26,17 @@ from ..workers.models.tiny import save_tiny_model
 from ..workers.rollout.config import TransformersConfig
 from ..workers.training.config import FSDPConfig
 
-NEEDED = ("torch", "transformers", "numpy", "hydra-core", "datasets", "math-verify", "reasoning-gym", "tensorboard")
+NEEDED = (
+    "torch",
+    "transformers",
+    "numpy",
+    "hydra-core",
+    "datasets",
+    "math-verify",
+    "ray",
+    "reasoning-gym",
+    "tensorboard",
+)
 OPTIONAL = {"wandb": "run.trackers=[wandb]"}  # package -> what needs it
 GIB = 2**30
 
@@ -41,6 +51,9 @@ def examine() -> int:
     works.append(_tried("device", _device))
     for group, engines in (("training", TRAIN), ("rollout", ROLLOUT)):
         works += [_tried(f"{group}={name}", partial(_importable, spec)) for name, spec in engines.items()]
+    works.append(
+        _tried("run.runtime=ray", partial(_importable, "hybridflow.controller.runtime.ray.runtime:RayRuntime"))
+    )
     works.append(_tried("one step with a tiny model", _step))
     print("all a run needs works" if all(works) else "not everything works: see above")
     return 0 if all(works) else 1

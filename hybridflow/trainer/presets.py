@@ -16,7 +16,8 @@ from ..workers.rollout.config import TransformersConfig
 from ..workers.scoring import RewardConfig
 from ..workers.training.config import FSDPConfig
 from .data_config import DataConfig
-from .tree import ReferenceConfig, RunConfig, SamplingConfig, ValidationConfig
+from .placement import PlacementConfig
+from .tree import CriticConfig, ReferenceConfig, RunConfig, SamplingConfig, ValidationConfig
 
 DEFAULTS = {"model": "default", "data": "default", "training": "fsdp", "rollout": "transformers", "algorithm": "grpo"}
 
@@ -36,11 +37,22 @@ GROUPS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "reinforce": {"advantage": {"name": "reinforce"}, "loss": {"name": "reinforce"}},
+    "ppo": {
+        "advantage": {"name": "gae"},
+        "algorithm": {"kl": "reward", "kl_estimator": "k1", "minibatches": 4},
+        "sampling": {"n": 1},
+    },
     "sft": {"loss": {"name": "sft"}, "data": {"kind": "examples"}, "validation": {"metric": "loss"}},
+    "reward_model": {"loss": {"name": "bradley_terry"}, "data": {"kind": "pairs"}, "validation": {"metric": "loss"}},
 }
 """Options of `algorithm`, over the whole tree. An advantage or loss is named, with any options beside the name."""
 
-CHOSEN_BY_NAME = {"training.engine": "training", "rollout.engine": "rollout", "algorithm.name": "algorithm"}
+CHOSEN_BY_NAME = {
+    "training.engine": "training",
+    "critic.training.engine": "training",
+    "rollout.engine": "rollout",
+    "algorithm.name": "algorithm",
+}
 """Keys that say which option of a group was chosen; nobody sets them."""
 
 PLUGINS = ("advantage", "loss")
@@ -63,7 +75,9 @@ class Tree:
     loss: dict[str, Any] = field(default_factory=lambda: {"name": "ppo_clip"})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     run: RunConfig = field(default_factory=RunConfig)
     options: Any = None

@@ -12,8 +12,9 @@ from ..batch import Batch
 
 CURVES = {  # title -> metrics drawn together
     "Reward of rollouts": ["reward/mean"],
-    "Validation": ["val/reward", "val/pass@1", "val/loss"],
-    "Loss": ["actor/loss"],
+    "Validation": ["val/reward", "val/pass@1", "val/loss", "val/accuracy"],
+    "Loss": ["actor/loss", "critic/loss", "reward_model/loss"],
+    "Accuracy on pairs": ["reward_model/accuracy"],
     "Entropy": ["actor/entropy"],
     "KL to the reference": ["actor/kl_ref", "kl/sequence"],
     "Clipped tokens (share)": ["actor/clip_fraction"],
@@ -88,7 +89,8 @@ def _curve(title: str, names: Sequence[str], metrics: Sequence[Mapping[str, floa
 
 
 def _table(samples: Batch) -> str:
-    columns = [name for name in ("prompt", "response", "answer", "reward") if name in samples]
+    samples = samples.fetch(*(name for name in ("prompt", "response", "answer", "reward") if name in samples))
+    columns = samples.names
     head = "".join(f"<th>{name}</th>" for name in columns)
     rows = [
         "<tr>" + "".join(f"<td>{html.escape(str(samples.array(name)[i]))}</td>" for name in columns) + "</tr>"

@@ -22,6 +22,7 @@ FREE = (  # may differ between a run and its resumption: they change how a run g
     "run.",
     "validation.",
     "rollout.",
+    "placement.",
     "data.path",  # its content is compared
     "data.validation_",
     "reward.workers",
@@ -29,6 +30,8 @@ FREE = (  # may differ between a run and its resumption: they change how a run g
     "reward.max_error_fraction",
     "training.tokens_per_microbatch",
     "training.activation_checkpointing",
+    "training.shard_size",
+    "training.sequence_parallel",
 )
 BOUND = ("run.seed", "run.deterministic")  # exceptions to FREE
 
@@ -80,8 +83,8 @@ def random_state() -> tuple[Any, Any, Any]:
 def comparable(config: Config) -> dict[str, Any]:
     """The configuration with what its paths lead to: a model folder by its content, a file of functions by its text."""
     tree = resolved(config)
-    for node in ("model", "reference"):
-        tree[node]["path"] = _model_content(tree[node]["path"])
+    for node, key in (("model", "path"), ("reference", "path"), ("critic", "path"), ("reward", "model")):
+        tree[node][key] = _model_content(tree[node][key])
     for kind in ("advantage", "loss"):
         tree[kind]["name"] = _function_content(tree[kind]["name"], kind)
     tree["reward"]["functions"] = [_function_content(spec, "reward") for spec in tree["reward"]["functions"]]
@@ -121,4 +124,4 @@ def check_same_run(saved: DriverState, config: Mapping[str, Any], data: str, che
 
 
 def _free(key: str) -> bool:
-    return key.startswith(FREE) and key not in BOUND
+    return key.removeprefix("critic.").startswith(FREE) and key not in BOUND

@@ -11,15 +11,16 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..algorithms.config import AlgorithmConfig
 from ..algorithms.objective import reads_old_logprobs
-from ..algorithms.registry import Loss, name_of, resolve
+from ..algorithms.registry import Loss, resolve
 from ..batch import Batch, Metrics
-from ..controller.group import WorkerGroup
-from ..controller.runtime.inline import InlineGroup
+from ..controller.group import Runtime, WorkerGroup
 from ..controller.trace import Trace
 from ..controller.worker import Worker
 from ..engines import Sampling
 from ..errors import ConfigError
 from ..workers.actor import Actor
+from ..workers.reward_model import RewardModel
+from ..workers.scoring import reward_functions
 from ..workers.settings import Settings
 from .advantages import Advantages
 from .checkpoint import Checkpoints, move_aside
@@ -28,9 +29,10 @@ from .config import Config, check, resolved, to_yaml
 from .console import Console, plan, spread
 from .export import export, exported_step
 from .lock import FolderLock
+from .placement import make_runtime, place_of
 from .report import write_report
 from .resume import DriverState, check_same_run, comparable, random_state
-from .rows import RunRows
+from .rows import Rows, RowsSettings, check_given
 from .tracking import MetricsFile, Tracker
 from .unread import unread_by_roles, unread_without_validation
 from .validation import Validation
@@ -53,6 +55,7 @@ A1 = TypeVar("A1", bound=Worker[Any])
 A2 = TypeVar("A2", bound=Worker[Any])
 A3 = TypeVar("A3", bound=Worker[Any])
 A4 = TypeVar("A4", bound=Worker[Any])
+A5 = TypeVar("A5", bound=Worker[Any])
 
 
 class Run:
@@ -109,6 +112,10 @@ class Run:
     def groups(self, a: type[A1], b: type[A2], c: type[A3], /) -> tuple[A1, A2, A3]: ...
     @overload
     def groups(self, a: type[A1], b: type[A2], c: type[A3], d: type[A4], /) -> tuple[A1, A2, A3, A4]: ...
+    @overload
+    def groups(
+        self, a: type[A1], b: type[A2], c: type[A3], d: type[A4], e: type[A5], /
+    ) -> tuple[A1, A2, A3, A4, A5]: ...
     def groups(self, *roles: type[Worker[Any]]) -> tuple[Worker[Any], ...]:
         """The groups of several roles, in the order asked for."""
         return tuple(self.group(role) for role in roles)
@@ -124,8 +131,8 @@ class Run:
                 f"group '{name}' is declared twice: give the second a name, run.group({role.__name__}, 'other')."
             )
         settings = self.settings if config is None else config
-        group = InlineGroup(name, lambda: role(settings, name), self.trace)
-        handle = role(settings, name, group=group)
+        place = place_of(self.config, name, role, self._runtime.devices)
+        handle = role(settings, name, group=self._runtime.group(name, role, settings, place))
         if self._saved is not None and name in self._saved.handles:
             handle.load_state_dict(self._saved.handles[name])
         self._handles[name] = handle
@@ -142,6 +149,10 @@ class Run:
     def examples(self, n: int | None = None) -> Batch:
         """The next n rows of prompt and response, for supervised fine-tuning."""
         return self._rows.draw("examples", n)
+
+    def pairs(self, n: int | None = None) -> Batch:
+        """The next n preference pairs, two rows each, the chosen one first; group_id is the pair's."""
+        return self._rows.draw("pairs", n)
 
     # ---- the loop
     def steps(self, validate: Rollout | None = None) -> Iterator[int]:
@@ -221,12 +232,15 @@ class Run:
             algorithm=config.algorithm,
             sampling=self.sampling,
             reward=config.reward,
-            reward_functions=self._reward_functions(),
+            reward_functions=reward_functions(config.reward),
             loss=self.loss,
             reads_old_logprobs=reads_old_logprobs(
                 self.loss, config.algorithm, resolve(config.advantage.name, "advantage")
             ),
             reference_path=config.reference.path,
+            critic_path=config.critic.path,
+            critic_training=config.critic.training,
+            clip_value=config.critic.clip_value,
             seed=self.seed,
             deterministic=config.run.deterministic,
             trains=self.trains,
@@ -249,8 +263,19 @@ class Run:
         return self.config.run.steps or self._rows.steps_in(self.config.run.epochs)
 
     @cached_property
-    def _rows(self) -> RunRows:
-        return RunRows(self.config, self.tokenizer, *self._given_rows, say=self.console.say)
+    def _runtime(self) -> Runtime:
+        return make_runtime(self.config, self.trace, self.console.say)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        check_given(self.config, *self._given_rows)
+        settings = RowsSettings(self.config, *self._given_rows, trains=self.trains)
+        place = place_of(self.config, Rows.role, Rows, 0)
+        rows = Rows(settings, Rows.role, group=self._runtime.group(Rows.role, Rows, settings, place))
+        if self.trains:
+            for notice in rows.info.notices:
+                self.console.say(notice)
+        return rows
 
     @cached_property
     def _validation(self) -> Validation:
@@ -259,21 +284,19 @@ class Run:
         return self.stateful("validation", validation)
 
     def _validation_rows(self) -> Batch | None:
-        rows = self._rows.validation(fallback=not self.trains)
-        if rows is None and self.config.validation.every_steps:
-            unread_without_validation(self.config, self._rows.no_validation)
-            self.console.say(f"no validation: {self._rows.no_validation}")
-        return rows
+        missing = self._rows.no_validation
+        if missing is None:
+            for notice in self._rows.validation_described()[1]:
+                self.console.say(notice)
+            return self._rows.validation_rows()
+        if self.config.validation.every_steps:
+            unread_without_validation(self.config, missing)
+            self.console.say(f"no validation: {missing}")
+        return None
 
     @property
     def _optimizer_steps_a_step(self) -> int:
         return self.algorithm.epochs * self.algorithm.minibatches
-
-    def _reward_functions(self) -> tuple[tuple[str, Callable[..., Any], float], ...]:
-        specs = self.config.reward.functions
-        functions = [resolve(spec, "reward") for spec in specs]
-        names = [name_of(fn) if ":" in spec else spec for spec, fn in zip(specs, functions, strict=True)]
-        return tuple(zip(names, functions, self.config.reward.weights or [1.0] * len(specs), strict=True))
 
     @property
     def _export_folder(self) -> Path:
@@ -293,7 +316,7 @@ class Run:
         self._check_roles()
         self._began = time.perf_counter()
         if self._saved is not None and self._resumed_from is not None:
-            check_same_run(self._saved, comparable(self.config), self._rows.fingerprint, self._resumed_from)
+            check_same_run(self._saved, comparable(self.config), self._rows.info.fingerprint, self._resumed_from)
         self._prepare_folder()
         rows, n, kind = self.config.data.rows_per_step, self.sampling.n, self.config.data.kind
         self.console.say(plan(rows, n, self._optimizer_steps_a_step, kind, self.total_steps))
@@ -351,6 +374,7 @@ class Run:
             )
 
     def _commit(self, seconds: float, validate: Rollout | None) -> None:
+        self._runtime.settle()
         self.step += 1
         metrics = {"step": float(self.step), "epoch": self._rows.epoch, **self._recorded(), "time/step": seconds}
         metrics["time/last_commit"] = self._commit_seconds
@@ -395,8 +419,8 @@ class Run:
             metrics |= part.metrics if isinstance(part, Batch) else dict(part)
         batches = [part for part in self._parts if isinstance(part, Batch)]
         for batch in batches[:1]:
-            self.last_rows = batch.fetch()
-            self._completions.write(self.step, self.last_rows)
+            self.last_rows = batch
+            self._completions.write(self.step, batch)
         return metrics
 
     def _validated(self, validate: Rollout) -> dict[str, float]:
@@ -429,7 +453,7 @@ class Run:
         return DriverState(
             step=self.step,
             config=comparable(self.config),
-            data=self._rows.fingerprint,
+            data=self._rows.info.fingerprint,
             cursor=self._rows.state_dict(),
             handles={name: handle.state_dict() for name, handle in self._handles.items()},
             stateful={n: dict(o) if isinstance(o, dict) else o.state_dict() for n, o in self._stateful.items()},
@@ -442,9 +466,10 @@ class Run:
     def _finish(self) -> None:
         if self.step < self.total_steps:
             self.console.say(f"stopped after step {self.step}: {self._why_stop()}")
-        actor = next((handle for handle in self._handles.values() if isinstance(handle, Actor)), None)
-        if self.config.run.export and actor is not None:
-            export(self._export_folder, self.step, actor.export)
+        kinds = (Actor, RewardModel)  # of several that a driver declares, the policy is what it trains
+        models = [handle for kind in kinds for handle in self._handles.values() if isinstance(handle, kind)]
+        if self.config.run.export and models:
+            export(self._export_folder, self.step, models[0].export)
             self.console.idle()
             self.console.say(f"model exported to {self._export_folder}")
         samples = None if self.last_rows is None else spread(self.last_rows, SAMPLES_IN_REPORT)
@@ -460,9 +485,8 @@ class Run:
     def close(self) -> None:
         """Ends the groups and trackers; what was committed is on disk already."""
         self.console.idle()
-        for handle in self._handles.values():
-            if handle.group is not None:
-                handle.group.stop()
+        if "_runtime" in self.__dict__:
+            self._runtime.close()
         for tracker in self._trackers:
             tracker.close()
         self._trackers = ()

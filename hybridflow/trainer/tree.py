@@ -9,12 +9,15 @@ from typing import Any
 from omegaconf import II, OmegaConf
 
 from ..algorithms.config import AlgorithmConfig
+from ..algorithms.registry import Loss
 from ..engines import Sampling
+from ..errors import ConfigError
 from ..workers.models.config import ModelConfig
 from ..workers.rollout.config import TransformersConfig
 from ..workers.scoring import RewardConfig
 from ..workers.training.config import FSDPConfig
 from .data_config import DataConfig
+from .placement import PlacementConfig
 
 
 @dataclass
@@ -47,6 +50,45 @@ def _following_sampling() -> SamplingConfig:
     """One sample; every other key is the one of `sampling` until it is set apart."""
     followers: dict[str, Any] = {key.name: II(f"sampling.{key.name}") for key in fields(SamplingConfig)}
     return SamplingConfig(**{**followers, "n": 1})
+
+
+@dataclass
+class FollowingTraining(FSDPConfig):
+    """`critic.training.*`: every key is the one of `training` until it is set apart."""
+
+    def __post_init__(self) -> None:
+        """Errors: ConfigError for a value out of its range."""
+        lr: Any = self.lr
+        if isinstance(lr, str):  # a reference to training.lr, which nobody has resolved yet
+            return
+        try:
+            super().__post_init__()
+        except ConfigError as error:
+            raise ConfigError(f"critic.{error.message}") from None
+
+
+def _following_training() -> FollowingTraining:
+    followers: dict[str, Any] = {key.name: II(f"training.{key.name}") for key in fields(FollowingTraining)}
+    return FollowingTraining(**followers)
+
+
+@dataclass
+class CriticConfig:
+    """The model that says how much reward is still to come. Built only where the recipe has a critic."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a model with the policy's tokenizer: a language model gets a new head, a
+    reward model keeps its own; null = the actor's initial weights."""
+    clip_value: float | None = 0.2
+    """How far a value may move from the one before the update and still be learned from, in units of reward; null = as
+    far as it likes."""
+    training: FSDPConfig = field(default_factory=_following_training)
+    """The keys of `training`, for the critic: each follows training.* until it is set apart. All weights are trained,
+    whatever model.freeze says."""
+
+    def __post_init__(self) -> None:
+        """Errors: ConfigError for a value out of its range."""
+        Loss("value_clip", clip_value=self.clip_value)
 
 
 @dataclass
@@ -102,6 +144,14 @@ class RunConfig:
     """Where numbers go beside metrics.jsonl: registered names or path/file.py:name."""
     completions_shown: int = 2
     """Completions of a step printed to the console; 0 = none."""
+    runtime: str = "auto"
+    """inline (one rank in this process) | ray (a cluster) | auto: inline wherever one device is enough."""
+    call_timeout_s: float = 1800.0
+    """Seconds a call to a worker may execute before the run ends and says where it hangs; 0 = no limit. Ray only."""
+    start_timeout_s: float = 600.0
+    """Seconds in which devices must become free and each role start. Ray only."""
+    debug: str = "none"
+    """none | ROLE:RANK: that rank waits for a debugger at each call, without deadlines. Ray only."""
     deterministic: bool = False
     """Repeat bit for bit on the same machine and layout, at some cost in speed."""
 
@@ -130,8 +180,10 @@ class Config:
     loss: Plugin
     algorithm: AlgorithmConfig
     reward: RewardConfig
+    critic: CriticConfig
     reference: ReferenceConfig
     validation: ValidationConfig
+    placement: PlacementConfig
     run: RunConfig
     options: Any = None
     said: frozenset[str] = frozenset()

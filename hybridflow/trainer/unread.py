@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..algorithms.objective import reads_old_logprobs
-from ..algorithms.registry import Loss, resolve
+from ..algorithms.objective import head_of, reads_old_logprobs
+from ..algorithms.registry import Loss, columns_of, required_columns_of, resolve
 from ..errors import ConfigError
 from .data_sources import has_splits
 from .tree import Config
@@ -23,11 +23,19 @@ class Rule:
 
 
 def _old_logprobs_are_read(config: Config) -> bool:
-    loss = Loss(config.loss.name, **config.loss.options)
-    return reads_old_logprobs(loss, config.algorithm, resolve(config.advantage.name, "advantage"))
+    return reads_old_logprobs(_loss(config), config.algorithm, resolve(config.advantage.name, "advantage"))
+
+
+def _loss(config: Config) -> Loss:
+    return Loss(config.loss.name, **config.loss.options)
 
 
 RULES = (
+    Rule(
+        ("algorithm.aggregation", "algorithm.entropy_coef", "algorithm.kl_stop"),
+        lambda c: head_of(_loss(c)) == "score",
+        "loss={c.loss.name} is a mean over pairs of scores and reads it nowhere: leave it out.",
+    ),
     Rule(
         ("algorithm.kl_coef", "algorithm.kl_estimator", "algorithm.kl_horizon"),
         lambda c: c.algorithm.kl == "none",
@@ -74,6 +82,11 @@ RULES = (
         "algorithm.kl=none builds no reference: say algorithm.kl=loss or algorithm.kl=reward.",
     ),
     Rule(
+        ("reward.model",),
+        lambda c: c.data.kind == "prompts" and "model" not in c.reward.functions,
+        "reward.functions does not name its score: add model to reward.functions.",
+    ),
+    Rule(
         ("reward.timeout_s",),
         lambda c: c.reward.workers == 0,
         "reward.workers=0 scores in the driver, where nothing times out: set reward.workers.",
@@ -85,8 +98,18 @@ RULES = (
     ),
 )
 
-NODE_OF_ROLE = {"reward": ("reward",), "reference": ("reference", "algorithm.kl")}
+NODE_OF_ROLE = {
+    "critic": ("critic", "algorithm.critic_warmup_steps", "placement.critic"),
+    "reference": ("reference", "algorithm.kl", "placement.reference"),
+    "reward": ("reward.functions", "reward.weights", "reward.workers", "reward.timeout_s", "reward.max_error_fraction"),
+    "reward_model": ("reward.model", "placement.reward_model"),
+}
 """Role -> the nodes and keys that it alone reads."""
+
+LEARNER = {"lm": "actor", "value": "critic", "score": "reward_model"}
+"""What a loss is of -> the role that learns by it."""
+BUILT_IN = {"actor", *NODE_OF_ROLE}
+"""The roles whose work is known; one of a user's own may do any."""
 
 READ_BY_SAMPLING = (
     "sampling",
@@ -156,6 +179,26 @@ def unread_by_roles(config: Config, roles: Iterable[str], recipe: str, *, trains
         raise ConfigError(
             f"{recipe} needs a reward: say reward.functions=[exact], math or last_integer (a response against the "
             "row's answer), or [path/to/file.py:name] for your own."
+        )
+    if trains:
+        _check_learners(config, declared, recipe)
+
+
+def _check_learners(config: Config, declared: set[str], recipe: str) -> None:
+    """Errors: ConfigError for a loss that none of the roles can learn by, and for a critic that nothing listens to, or
+    an estimator that nothing gives values."""
+    learner = LEARNER[head_of(_loss(config))]
+    if learner not in declared <= BUILT_IN:
+        raise ConfigError(f"loss={config.loss.name} is what a role {learner} learns by, and {recipe} has none.")
+    if config.data.kind != "prompts" or "actor" not in declared:
+        return
+    name, estimator = config.advantage.name, resolve(config.advantage.name, "advantage")
+    if "critic" in declared and "values" not in columns_of(estimator):
+        raise ConfigError(f"{recipe} has a critic, but advantage={name} reads no values of it: say advantage=gae.")
+    if "values" in required_columns_of(estimator) and "critic" not in declared <= BUILT_IN:
+        raise ConfigError(
+            f"advantage={name} reads the values of a critic, and {recipe} has none: take another advantage, or a "
+            "recipe that has one, such as ppo."
         )
 
 

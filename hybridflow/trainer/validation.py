@@ -65,14 +65,15 @@ class Validation:
 
 
 def validation_metrics(rows: Batch, pass_at: Sequence[int]) -> dict[str, float]:
-    """Mean of reward, of every reward/* component and of loss over kept rows; pass@k; the same for each source if there
-    are several; `errors`: rows that could not be scored, which count as 0 in the reward and as unsolved.
+    """Mean of reward, of every reward/* component, of loss and of accuracy (of pairs) over kept rows; pass@k; the same
+    for each source if there are several; `errors`: rows that could not be scored, which count as 0 in the reward and as
+    unsolved.
 
     A sample is solved if the first component that applies to it (the first column reward/* that is not NaN: the first
     function of reward.functions) is at least 0.999, whatever reward.weights say; without components, if the reward is.
     Errors: ValueError from pass_at_k if a k is over the number of samples of a prompt.
     """
-    names = [n for n in rows.names if n in ("reward", "loss") or n.startswith("reward/")]
+    names = [n for n in rows.names if n in ("reward", "loss", "accuracy") or n.startswith("reward/")]
     data = rows.fetch(*names, *(n for n in ("keep", "group_id", "source") if n in rows))
     metrics = _means(data, names, pass_at)
     sources = data.array("source") if "source" in data else np.array([])

@@ -6,25 +6,41 @@ import importlib
 from typing import Any
 
 from ..engines import RolloutEngine, TrainEngine
+from .models.config import ModelConfig
 from .settings import Settings
+from .training.config import FSDPConfig
 
 TRAIN = {"fsdp": "hybridflow.workers.training.fsdp:FSDPEngine"}
 ROLLOUT = {"transformers": "hybridflow.workers.rollout.transformers:TransformersRollout"}
 
 
-def train_engine(settings: Settings, *, path: str | None = None, trainable: bool = True) -> TrainEngine:
-    """The training engine of the configuration over the model at `path` (None: model.path)."""
+def train_engine(
+    settings: Settings,
+    *,
+    head: str = "lm",
+    model: ModelConfig | None = None,
+    path: str | None = None,
+    training: FSDPConfig | None = None,
+    idle_steps: int = 0,
+    trainable: bool = True,
+) -> TrainEngine:
+    """A training engine over `model` (None: the policy's) with the weights at `path` (None: the model's own).
+
+    head: lm, value or score. training: None: the policy's. idle_steps: steps of the run that it sits out.
+    """
+    training = training or settings.training
     if settings.deterministic:
         from ..device import use_deterministic_algorithms  # brings torch
 
         use_deterministic_algorithms()
-    engine: TrainEngine = _load(TRAIN[settings.training.engine])(
-        settings.model,
-        settings.training,
+    engine: TrainEngine = _load(TRAIN[training.engine])(
+        model or settings.model,
+        training,
+        head=head,
         path=path,
         temperature=settings.sampling.temperature,
         banned_tokens=settings.sampling.banned_tokens,
-        total_steps=settings.optimizer_steps,
+        total_steps=settings.optimizer_steps - idle_steps * settings.algorithm.epochs * settings.algorithm.minibatches,
         trainable=trainable,
     )
     return engine

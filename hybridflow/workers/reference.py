@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..batch import Batch
 from ..controller.protocols import DP
 from ..controller.worker import Worker, remote
-from .actor import forward_column
+from ..layout import ParallelLayout
 from .engine_table import train_engine
 from .settings import Settings
+from .updates import SCORED, forward_column, only
 
 
 class Reference(Worker[Settings]):
@@ -15,13 +16,17 @@ class Reference(Worker[Settings]):
 
     role = "reference"
 
+    @classmethod
+    def arranged(cls, settings: Settings, ranks: int) -> ParallelLayout:
+        return settings.training.layout(ranks)
+
     @property
     def off(self) -> bool:
         return self.settings.algorithm.kl == "none"
 
     def log_probs(self, batch: Batch, to: str = "ref_logprobs") -> Batch:
         """One forward pass into the column `to`; no column where the reference is off."""
-        return type(batch)({}, batch.ids) if self.off else self.score_tokens(batch, to)
+        return type(batch)({}, batch.ids) if self.off else self.score_tokens(only(batch, SCORED), to)
 
     @remote(DP)
     def score_tokens(self, batch: Batch, to: str) -> Batch:

@@ -13,6 +13,7 @@ class Reward(Worker[Settings]):
     """The functions of reward.functions, weighted, with every component reward/* already in the batch."""
 
     role = "reward"
+    needs_device = False
 
     @remote(DP)
     def score(self, batch: Batch) -> Batch:

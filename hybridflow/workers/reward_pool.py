@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from ..errors import BatchError, ConfigError, RewardError
 from .reward_calls import Call, Caller, Chunk, Outcome, RewardFunction, timeout_reason

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..algorithms.registry import columns_of, options_of, required_columns_of
+from ..algorithms.registry import columns_of, name_of, options_of, required_columns_of, resolve
 from ..batch import Batch
 from ..columns import Kind, Ragged, kind_of, objects
 from ..errors import BatchError, ConfigError, RewardError
@@ -23,6 +23,8 @@ from .reward_pool import Calls, InDriver, WorkerPool
 
 CHUNKS_PER_WORKER = 4  # small enough that workers end together, large enough that messages cost little
 OWN_METRICS = ("mean", "std", "errors", "timeouts", "retries")
+COMPONENTS = ("model",)
+"""What reward.functions may name beside functions: a column reward/NAME that another role makes."""
 
 
 @dataclass
@@ -30,10 +32,15 @@ class RewardConfig:
     """How rollouts are scored, `reward.*`. Errors: ConfigError, when made, for a value outside its range."""
 
     functions: list[str] = field(default_factory=list)
-    """Registered names (exact, last_integer, math), package.module:name or path/file.py:name."""
+    """Registered names (exact, last_integer, math), package.module:name or path/file.py:name; `model`: reward.model's
+    score."""
 
     weights: list[float] = field(default_factory=list)
     """One per function; empty = all 1."""
+
+    model: str | None = None
+    """Folder or hub name of a reward model, with a tokenizer of its own; null = none or, where one is trained, its
+    training begins with model.path."""
 
     workers: int = 4
     """Processes that call the functions; 0 = in the driver: breakpoints work, no time-out."""
@@ -58,7 +65,8 @@ class Scorer:
 
     functions: name, function, weight of each. A function's positional parameters are columns of its row; it returns a
     number, None (not applicable), or a dict with `reward` whose other numbers become metrics; it may be async.
-    Columns reward/* that a batch brings along are components too, of weight 1.
+    Columns reward/* that a batch brings along are components too: of the weight that the configuration gives them where
+    it names them, else of weight 1.
     Errors: ConfigError for names that clash, options without a default, functions that cannot be sent to a process.
     """
 
@@ -72,7 +80,8 @@ class Scorer:
         check_names([fn.name for fn in self._functions])
         for fn in self._functions:
             options_of(fn.call)
-        self._weights = {name: weight for name, _, weight in functions}
+        self._named = {name: weight for name, weight in _weighted(config) if name in COMPONENTS}
+        self._weights = {**self._named, **{name: weight for name, _, weight in functions}}
         self._calls: Calls = (
             WorkerPool(self._functions, config.workers, config.timeout_s)
             if config.workers and functions
@@ -119,6 +128,12 @@ class Scorer:
                 yield Chunk(number, calls[first : first + size])
 
     def _check_columns(self, batch: Batch) -> None:
+        for name in self._named:
+            if f"reward/{name}" not in batch:
+                raise BatchError(
+                    f"reward.functions names {name}, but the batch has no column 'reward/{name}'. Score it first: "
+                    "batch |= reward_model.score(batch), with a group of the role RewardModel."
+                )
         for fn in self._functions:
             for name in required_columns_of(fn.call):
                 if name not in batch:
@@ -240,6 +255,18 @@ def _row_values(batch: Batch, name: str) -> Sequence[Any]:
         return list(column)
     values: list[Any] = column.tolist()
     return values
+
+
+def reward_functions(config: RewardConfig) -> tuple[tuple[str, Callable[..., Any], float], ...]:
+    """Name, function and weight of each function that reward.functions names; components are left out."""
+    named = [(spec, weight) for spec, weight in _weighted(config) if spec not in COMPONENTS]
+    resolved = [(spec, resolve(spec, "reward"), weight) for spec, weight in named]
+    return tuple((name_of(fn) if ":" in spec else spec, fn, weight) for spec, fn, weight in resolved)
+
+
+def _weighted(config: RewardConfig) -> list[tuple[str, float]]:
+    """Specs of functions and components with their weights."""
+    return list(zip(config.functions, config.weights or [1.0] * len(config.functions), strict=True))
 
 
 def check_names(names: Sequence[str]) -> None:

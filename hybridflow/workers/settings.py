@@ -19,8 +19,8 @@ from .training.config import FSDPConfig
 class Settings:
     """Frozen once the run has started.
 
-    reward_functions: name, function, weight of each. trains: whether anything will be learned. optimizer_steps: of the
-    whole run, for schedules.
+    reward_functions: name, function, weight of each. clip_value: of the critic's loss. trains: whether anything will be
+    learned. optimizer_steps: of the whole run, for schedules.
     """
 
     model: ModelConfig
@@ -33,6 +33,9 @@ class Settings:
     loss: Loss
     reads_old_logprobs: bool
     reference_path: str | None
+    critic_path: str | None
+    critic_training: FSDPConfig
+    clip_value: float | None
     seed: int
     deterministic: bool
     trains: bool

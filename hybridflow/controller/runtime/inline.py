@@ -7,15 +7,41 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...batch import Batch
-from ...errors import HybridFlowError
+from ...errors import ConfigError, HybridFlowError
 from ...layout import ParallelLayout
 from ..batch_ref import BatchRef
-from ..group import WorkerGroup
+from ..group import Place, Runtime, WorkerGroup
 from ..protocols import Protocol
 from ..trace import Trace
 from ..worker import Worker
 
 R = TypeVar("R")
+
+
+class InlineRuntime(Runtime):
+    """Everything in this process."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._groups: list[InlineGroup] = []
+
+    @property
+    def devices(self) -> int:
+        return 1
+
+    def group(self, name: str, role: type[Worker[Any]], settings: Any, place: Place) -> InlineGroup:
+        if place.ranks > 1:
+            raise ConfigError(f"{name} has {place.ranks} ranks, but run.runtime=inline has one: say run.runtime=ray.")
+        group = InlineGroup(name, lambda: role(settings, name), self._trace)
+        self._groups.append(group)
+        return group
+
+    def settle(self) -> None:
+        pass  # each call is done when it returns
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.stop()
 
 
 class InlineGroup(WorkerGroup):
@@ -47,7 +73,7 @@ class InlineGroup(WorkerGroup):
                     **{name: _here(value) for name, value in rank_kwargs.items()},
                 )
             except HybridFlowError as error:
-                error.where = error.where or f"{self.name}.{method}, rank 0"
+                error.locate(f"{self.name}.{method}, rank 0")
                 raise
             except Exception as error:
                 error.add_note(f"in {self.name}.{method}, rank 0 (inline)")
@@ -71,6 +97,7 @@ class InlineGroup(WorkerGroup):
         self._started().load_rank(folder)
 
     def stop(self) -> None:
+        """End the rank."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None

@@ -96,6 +96,14 @@ def load_causal_lm(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     if missing:
         names = ", ".join(missing[:NAMES_SHOWN])
         raise ModelError(f"model.path={path}: {len(missing)} weights are missing or of another shape: {names}.")
+    untied = sorted(
+        model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    )
+    if untied:
+        raise ModelError(
+            f"model.path={path}: config.json (tie_word_embeddings) ties {untied[0]} to another weight, from which it "
+            "differs in the weight files: correct config.json."
+        )
     return model
 
 
@@ -106,12 +114,17 @@ def empty_causal_lm(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     with no_init_weights():  # parameters are allocated but never written, so take no memory
         maker: Any = AutoModelForCausalLM
         model = maker.from_config(loaded, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    forget_weights(model)
+    return model
+
+
+def forget_weights(model: Any) -> None:
+    """Parameters of a transformers model to the meta device, where they take no memory; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty_like(parameter, device="meta")
             setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
     model.tie_weights(recompute_mapping=False)
-    return model
 
 
 def source_dtype(loaded: Any) -> torch.dtype:

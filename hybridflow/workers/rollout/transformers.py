@@ -25,7 +25,7 @@ from ...device import current_device
 from ...engines import ParameterShard, RolloutEngine, Sampling
 from ...errors import BatchError, ConfigError, EngineError, ModelError
 from ..models.config import ModelConfig
-from ..models.loading import empty_causal_lm, load_tokenizer, model_path
+from ..models.loading import empty_causal_lm, forget_weights, load_tokenizer, model_path
 from .config import TransformersConfig
 from .kv_cache import ATTENTION, SlotCache
 from .requests import Group, Rollout, Rules, StopRule, as_batch
@@ -38,7 +38,8 @@ Arrival = tuple[Group, list[Rollout]]
 
 
 class TransformersRollout(RolloutEngine):
-    """Samples with the trainer's own tensors, which `sync` adopts. Starts without weights and refuses to sample before.
+    """Samples with the trainer's own tensors, which `sync` adopts; with several ranks, with copies gathered from them,
+    which `release` frees. Starts without weights and refuses to sample before.
 
     A sync while rollouts are in flight lets them go on with the keys and values they have; each token carries the
     version that sampled it. The weights must hold still while `completed` runs.
@@ -107,10 +108,14 @@ class TransformersRollout(RolloutEngine):
 
     def sync(self, shards: Iterable[ParameterShard], version: int) -> None:
         self._ready = False
-        adopt(self.model, shards, self._dtype, self._device)
+        self.received_bytes = adopt(self.model, shards, self._dtype, self._device)
         for group in self._queue:
             group.prefill = None  # made with the weights of before
         self.version, self._ready = version, True
+
+    def release(self) -> None:
+        self._ready = False
+        forget_weights(self.model)
 
     # ---- one step
     @torch.inference_mode()

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from ...device import is_accelerated
 from ...errors import ConfigError, ModelError, did_you_mean
+from .sequence import to_heads, to_tokens
 
 NAMES = ("auto", "sdpa", "flash")
 PACKED = "hybridflow_packed"
@@ -20,10 +22,14 @@ PACKED = "hybridflow_packed"
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the packed rows lie. lengths: tokens of each; offsets [rows + 1] int32 on the device, for flash alone."""
+    """Where the packed rows lie. lengths: tokens of each; offsets [rows + 1] int32 on the device, for flash alone.
+
+    sequence: the ranks that hold a slice of the tokens each, in their order; None if this one holds them all.
+    """
 
     lengths: list[int]
     offsets: Tensor | None = None
+    sequence: ProcessGroup | None = None
 
 
 def resolve_attention(name: str, dtype: torch.dtype) -> str:
@@ -49,14 +55,22 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, head size]; key, value [1, key-value heads, T, head size] -> [1, T, heads, head size].
 
-    Errors: ModelError for a model that asks for more than causal attention.
+    With segments.sequence, T counts the tokens of this rank's slice. Errors: ModelError for a model that asks for more
+    than causal attention.
     """
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name}, which packed attention does not do.")
+    if segments.sequence is None:
+        return _attend(query, key, value, segments, scaling), None
+    query, key, value = (to_heads(states, segments.sequence) for states in (query, key, value))
+    return to_tokens(_attend(query, key, value, segments, scaling), segments.sequence), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     if segments.offsets is None:
-        return _each_segment(query, key, value, segments.lengths, scaling), None
-    return _flash(query, key, value, segments.offsets, max(segments.lengths), scaling), None
+        return _each_segment(query, key, value, segments.lengths, scaling)
+    return _flash(query, key, value, segments.offsets, max(segments.lengths), scaling)
 
 
 def _each_segment(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
 from ..models.config import ModelConfig
-from ..models.loading import empty_causal_lm, load_config, load_tokenizer, quiet, source_dtype
+from ..models.loading import load_tokenizer, quiet, source_dtype
+from .heads import Head
 
 STATE = "engine.json"
 METADATA = ".metadata"
@@ -47,9 +48,9 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return state
 
 
-def export(folder: Path, parameters: Iterable[tuple[str, Tensor]], model: ModelConfig, path: str) -> None:
+def export(folder: Path, parameters: Iterable[tuple[str, Tensor]], model: ModelConfig, path: str, head: Head) -> None:
     """A Hugging Face folder: the model at `path` with these parameters, in the dtype it came in, and its tokenizer."""
-    dtype = source_dtype(load_config(path, model))
+    dtype = source_dtype(head.config(path, model))
     first, weights = dist.get_rank() == 0, {}
     for name, parameter in parameters:
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -57,7 +58,7 @@ def export(folder: Path, parameters: Iterable[tuple[str, Tensor]], model: ModelC
             weights[name] = whole.detach().to("cpu", dtype)
     if first:
         with quiet():
-            empty_causal_lm(path, model, dtype).save_pretrained(folder, state_dict=weights)
+            head.empty(path, model, dtype).save_pretrained(folder, state_dict=weights)
         load_tokenizer(model).save_pretrained(folder)
     dist.barrier()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError, did_you_mean
+from ...layout import ParallelLayout
 
 PRECISIONS = ("auto", "fp32", "bf16")
 
@@ -53,3 +54,37 @@ class FSDPConfig(OptimizerConfig):
     """`training=fsdp`: torch's FSDP2."""
 
     engine: str = "fsdp"
+    shard_size: int | None = None
+    """Ranks that hold one copy of the model in shards; the groups of so many ranks are replicas (HSDP). null = all."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that share each row (Ulysses); a micro-batch has tokens_per_microbatch tokens for each."""
+
+    def __post_init__(self) -> None:
+        """Errors: ConfigError for a value out of its range."""
+        super().__post_init__()
+        for name in ("shard_size", "sequence_parallel"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"training.{name}={value}: it is 1 or more, and divides the number of ranks.")
+
+    def layout(self, ranks: int) -> ParallelLayout:
+        """How so many ranks are arranged. Errors: ConfigError as `check_ranks`."""
+        check_ranks(self, ranks)
+        return ParallelLayout(dp=ranks // self.sequence_parallel, cp=self.sequence_parallel)
+
+
+def check_ranks(config: FSDPConfig, ranks: int) -> None:
+    """Errors: ConfigError if so many ranks can't be arranged as `config` says."""
+    for name in ("shard_size", "sequence_parallel"):
+        _check_divides(name, getattr(config, name) or 1, ranks, f"{ranks} ranks")
+
+
+def check_heads(config: FSDPConfig, heads: int) -> None:
+    """Errors: ConfigError if a model's attention heads can't be split over training.sequence_parallel ranks."""
+    _check_divides("sequence_parallel", config.sequence_parallel, heads, f"the model's {heads} attention heads")
+
+
+def _check_divides(name: str, value: int, total: int, what: str) -> None:
+    if total % value:
+        legal = [size for size in range(1, total + 1) if total % size == 0]
+        raise ConfigError(f"training.{name}={value} does not divide {what}: legal values {legal}.")

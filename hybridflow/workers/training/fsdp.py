@@ -9,7 +9,7 @@ Nothing here depends on how rows are cut into micro-batches, packed, or placed o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +24,17 @@ from ...device import current_device, is_accelerated
 from ...engines import Objective, ParameterShard, TrainEngine
 from ...errors import BatchError, EngineError
 from ..models.config import ModelConfig
-from ..models.loading import load_causal_lm, model_path
+from ..models.loading import model_path
 from . import checkpoint
 from .attention import resolve_attention
-from .config import FSDPConfig
+from .config import FSDPConfig, check_heads
+from .heads import HEADS
 from .optimizer import Optimization, freeze
-from .packing import DUMMY, Ints, PackedRows, micro_batches, pack
-from .policy import packed_policy, to_device
-from .sharding import gathering, most, shard, shard_of, sum_over_ranks, whole_batch
+from .packing import DUMMY, Ints, PackedRows, micro_batches
+from .policy import to_device
+from .ranks import Ranks
+from .sharding import gathered, gathering, shard, shard_of
 
-OUTPUTS = ("logprobs", "entropy")
 INPUTS = ("prompt_ids", "response_ids", "response_mask")
 WEIGHT_COLUMNS = ("response_mask", "keep", "rollout_id", "group_id")
 
@@ -56,9 +57,9 @@ class Learned:
 class FSDPEngine(TrainEngine):
     """A causal LM under FSDP2, with fp32 masters and AdamW; of any number of ranks, all of which make the same calls.
 
-    path: the model, if not model.path. temperature (0 counts as 1) and banned_tokens: of the sampling distribution,
-    whose log-probs it gives. total_steps: optimizer steps of the run, for schedules. trainable=False: only `forward`
-    and `evaluate`, without optimizer and fp32 masters.
+    head: lm, value or score, see `heads`. path: the model, if not model.path. temperature (0 counts as 1) and
+    banned_tokens: of the sampling distribution, whose log-probs it gives. total_steps: optimizer steps of the run, for
+    schedules. trainable=False: only `forward` and `evaluate`, without optimizer and fp32 masters.
     Errors: ModelError, ConfigError.
     """
 
@@ -67,23 +68,31 @@ class FSDPEngine(TrainEngine):
         model: ModelConfig,
         config: FSDPConfig,
         *,
+        head: str = "lm",
         path: str | None = None,
         temperature: float = 1.0,
         banned_tokens: Sequence[int] = (),
         total_steps: int | None = None,
         trainable: bool = True,
     ) -> None:
+        self._ranks = Ranks(config)
         half = config.precision == "bf16" or (config.precision == "auto" and is_accelerated())
         self._dtype = torch.bfloat16 if half else torch.float32
         self._attention = resolve_attention(model.attention, self._dtype)
         self._model, self._config, self._path = model, config, model_path(path or model.path)
         self._device = current_device()
-        lm = load_causal_lm(self._path, model, torch.float32 if trainable else self._dtype)
-        freeze(lm, model.freeze if trainable else ["*"])
-        checkpointing = trainable and config.activation_checkpointing
-        self._policy = packed_policy(lm, temperature or 1.0, banned_tokens, checkpointing)
-        shard(self._policy, self._dtype)
-        self._optimization = Optimization(self._policy, config, total_steps) if trainable else None
+        self._head = HEADS[head]
+        load = self._head.load if self._ranks.first else self._head.empty
+        with self._ranks.together():
+            lm = load(self._path, model, torch.float32 if trainable else self._dtype)
+            check_heads(config, lm.config.num_attention_heads)
+            freeze(lm, model.freeze if trainable else ["*"])
+            checkpointing = trainable and config.activation_checkpointing
+            self._policy = self._head.wrap(lm, temperature or 1.0, banned_tokens, checkpointing)
+        shard(self._policy, self._ranks.parameters, self._dtype)
+        self._optimization = (
+            Optimization(self._policy, config, total_steps, self._ranks.replicas) if trainable else None
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -91,25 +100,30 @@ class FSDPEngine(TrainEngine):
 
     # ---- scoring
     def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """Ragged columns aligned with response_ids: 0 for tokens that were not sampled (response_mask 0).
+        """Ragged columns aligned with response_ids: 0 for tokens that were not sampled (response_mask 0). The output
+        score is a dense column, of all rows.
 
-        Errors: EngineError naming row and token for a value that is NaN or infinite.
+        Errors: EngineError naming row and token for a value of a token that is NaN or infinite.
         """
-        unknown = set(outputs) - set(OUTPUTS)
+        unknown = set(outputs) - set(self._head.outputs)
         if unknown:
-            raise BatchError(f"forward: no output {sorted(unknown)}; there are {', '.join(OUTPUTS)}.")
-        responses = batch.ragged("response_ids")
-        scored = np.flatnonzero(_tokens_per_row(_sampled(batch)))
-        columns = {name: np.zeros(len(responses.values), np.float32) for name in outputs}
+            raise BatchError(f"forward: no output {sorted(unknown)}; there are {', '.join(self._head.outputs)}.")
+        responses, of_rows = batch.ragged("response_ids"), self._head.of_rows
+        scored = np.arange(len(batch)) if of_rows else np.flatnonzero(_tokens_per_row(_sampled(batch)))
+        size = len(batch) if of_rows else len(responses.values)
+        columns = {name: np.zeros(size, np.float32) for name in outputs}
         position = responses.with_values(np.arange(len(responses.values)))
         read = _only(batch, INPUTS)
         with torch.no_grad(), gathering(self._policy):
             for part in self._micro_batches(read.take(scored)):
                 rows = scored[part]
-                found = self._score(pack(read.take(rows)) if len(part) else DUMMY, "entropy" in outputs)
+                found = self._score(self._packed(read.take(rows)), "entropy" in outputs)
                 if len(part):
+                    at = rows if of_rows else position.take(rows).values
                     for name, column in columns.items():
-                        column[position.take(rows).values] = found[name].cpu().numpy()
+                        column[at] = found[name].cpu().numpy()
+        if of_rows:
+            return Batch(columns, batch.ids)
         for name, column in columns.items():
             _check_finite(batch, name, column)
         return Batch({name: responses.with_values(column) for name, column in columns.items()}, batch.ids)
@@ -147,12 +161,12 @@ class FSDPEngine(TrainEngine):
         with optimization.gradients():
             with gathering(self._policy):
                 done = [self._learn(read.take(part), weights.take(part), objective) for part in parts]
-            totals = sum_over_ranks(_totals([learned for learned in done if learned is not None]))
+            totals = self.totals(_totals([learned for learned in done if learned is not None]), {})
             norm = optimization.gradient_norm()
             if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
                 raise EngineError(
                     f"optimizer step {optimization.steps + 1}: loss {totals['loss']:.4g}, gradient norm {norm:.4g}; "
-                    f"{_blame(batch, parts, done)} The weights are those of before."
+                    f"{self._blame(batch, parts, done)} The weights are those of before."
                 )
             lr = optimization.step(norm)
         return self._metrics(totals, len(parts), norm, lr)
@@ -166,11 +180,11 @@ class FSDPEngine(TrainEngine):
 
     def _run(self, rows: Batch, weights: Ragged, objective: Objective) -> Learned | None:
         """The objective on some rows; None on no rows, which take part in what the ranks do together."""
-        packed = pack(rows) if len(rows) else DUMMY
+        packed = self._packed(rows)
         found = self._score(packed, "entropy" in objective.outputs)
         if not len(rows):
             if torch.is_grad_enabled():
-                torch.autograd.backward(found["logprobs"].sum() * 0.0)
+                torch.autograd.backward(found[self._head.outputs[0]].sum() * 0.0)
             return None
         forward = {
             name: value if name in objective.differentiable else value.detach()
@@ -190,20 +204,24 @@ class FSDPEngine(TrainEngine):
             inputs=len(packed.input_ids),
         )
 
+    def _packed(self, rows: Batch) -> PackedRows:
+        return self._head.pack(rows, self._policy.lm) if len(rows) else DUMMY
+
     def _score(self, packed: PackedRows, entropy: bool) -> dict[str, Tensor]:
-        """Log-probs and, on demand, entropies [R]; with their graph where gradients are on."""
-        logprobs, entropies = self._policy(to_device(packed, self._device, self._attention), entropy)
-        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+        """The head's first output and, on demand, entropies [R]; with their graph where gradients are on."""
+        tensors = to_device(packed, self._device, self._attention, self._ranks.sequence)
+        values, entropies = self._policy(tensors, entropy)
+        found = {self._head.outputs[0]: values}
+        return found if entropies is None else {**found, "entropy": entropies}
 
     def _micro_batches(self, rows: Batch, unit: str = "") -> list[Ints]:
         """Row numbers of each micro-batch, empty ones where another rank has more: all ranks run equally many."""
-        lengths = rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths - 1
-        parts = micro_batches(lengths, self._config.tokens_per_microbatch, rows.array(unit) if unit in rows else None)
-        return parts + [np.empty(0, np.int64)] * (most(len(parts)) - len(parts))
+        parts = micro_batches(self._head.lengths(rows), self._budget, rows.array(unit) if unit in rows else None)
+        return parts + [np.empty(0, np.int64)] * (self._ranks.most(len(parts)) - len(parts))
 
     def _weights(self, batch: Batch, objective: Objective) -> Ragged:
         """Weight of each response token, from the rows of all ranks, so that it holds however they are placed."""
-        whole, rows = whole_batch(batch, *WEIGHT_COLUMNS)
+        whole, rows = self._ranks.whole_batch(batch, *WEIGHT_COLUMNS)
         offsets = whole.ragged("response_mask").offsets
         weights = objective.weights(whole)[offsets[rows.start] : offsets[rows.stop]]
         return batch.ragged("response_ids").with_values(weights)
@@ -219,7 +237,7 @@ class FSDPEngine(TrainEngine):
 
     def _metrics(self, totals: dict[str, float], microbatches: int, norm: float, lr: float) -> Metrics:
         own = {name.removeprefix("metric/"): totals[name] for name in totals if name.startswith("metric/")}
-        budget = totals["ranks"] * microbatches * self._config.tokens_per_microbatch
+        budget = totals["ranks"] * microbatches * self._budget
         return {
             **{name: value / totals["tokens"] for name, value in own.items()},
             "loss": totals["loss"],
@@ -231,14 +249,30 @@ class FSDPEngine(TrainEngine):
             "skipped": 0.0,
         }
 
+    @property
+    def _budget(self) -> int:
+        """Tokens of a micro-batch, over all ranks that share its rows."""
+        return self._config.tokens_per_microbatch * self._config.sequence_parallel
+
+    def _blame(self, batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str:
+        """What made the step's loss or gradient NaN or infinite, on whichever rank."""
+        found = [fault for fault in self._ranks.gather(_fault(batch, parts, done)) if fault]
+        return found[0] if found else "no token's loss is at fault, so the gradient overflowed."
+
+    def totals(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        return self._ranks.totals(sums, maxima)
+
     def _trained(self) -> Optimization:
         if self._optimization is None:
             raise EngineError(f"the model at {self._path} is frozen here: it only scores.")
         return self._optimization
 
     # ---- weights
-    def parameters(self) -> Iterator[ParameterShard]:
-        return (shard_of(name, parameter) for name, parameter in self._policy.lm.named_parameters())
+    def parameters(self, whole: bool = False) -> Iterator[ParameterShard]:
+        parameters = self._policy.lm.named_parameters()
+        if whole:
+            return (gathered(name, parameter, self._dtype) for name, parameter in parameters)
+        return (shard_of(name, parameter) for name, parameter in parameters)
 
     def save(self, folder: Path) -> None:
         optimization = self._trained()
@@ -250,7 +284,7 @@ class FSDPEngine(TrainEngine):
 
     def export(self, folder: Path) -> None:
         """Weights are in the dtype that the folder they came from had."""
-        checkpoint.export(folder, self._policy.lm.named_parameters(), self._model, self._path)
+        checkpoint.export(folder, self._policy.lm.named_parameters(), self._model, self._path, self._head)
 
 
 def _only(batch: Batch, names: Sequence[str]) -> Batch:
@@ -290,7 +324,7 @@ def _totals(done: list[Learned]) -> dict[str, float]:
     }
 
 
-def _blame(batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str:
+def _fault(batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str | None:
     """The first learned token of this rank whose loss is NaN or infinite."""
     for rows, learned in zip(parts, done, strict=True):
         if learned is None:
@@ -299,7 +333,7 @@ def _blame(batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str:
         if len(bad):
             row = int(rows[_row_of_token(batch.ragged("response_ids").take(rows))[learned.tokens[bad[0]]]])
             return f"the loss is {learned.losses[bad[0]].item()} in {_name_of(batch, row)}."
-    return "no token's loss is at fault, so the gradient overflowed."
+    return None
 
 
 def _check_finite(batch: Batch, name: str, values: NDArray[np.float32]) -> None:

@@ -44,14 +44,15 @@ class Optimization:
     """AdamW over what a model trains, its schedule, and the number of steps taken.
 
     The moments exist from the start, so that they can be saved and loaded at any step. Vectors (norms, biases) have no
-    weight decay. Errors: ConfigError for a schedule that is not one, or if nothing is trained.
+    weight decay. replicas: how many times the ranks hold the model. Errors: ConfigError for a schedule that is not one,
+    or if nothing is trained.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None, replicas: int) -> None:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         if not self._trained:
             raise ConfigError("model.freeze leaves no parameter to train.")
-        self._clip = config.grad_clip
+        self._clip, self._replicas = config.grad_clip, replicas
         self._optimizer = _adamw(self._trained, config)
         self._schedule = _schedule(self._optimizer, config, total_steps)
         self.steps = 0
@@ -62,7 +63,7 @@ class Optimization:
         squares = torch.stack(norms).square().sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
-        return squares.sqrt().item()
+        return (squares / self._replicas).sqrt().item()
 
     def step(self, norm: float) -> float:
         """One step with gradients of this norm, clipped to training.grad_clip. Returns its learning rate."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,27 @@ def pack(batch: Batch) -> PackedRows:
         scored=scored,
         responses=len(responses.values),
     )
+
+
+def token_slice(rows: PackedRows, part: int, parts: int) -> tuple[PackedRows, list[int]]:
+    """What one of `parts` ranks runs of packed rows, and how many scored tokens each of the ranks has.
+
+    Slices are equally long: padding that nothing reads, a row of its own, follows the last row. input_ids,
+    position_ids, read and targets are those of the slice, `read` counted from its start; the rest is of all tokens.
+    """
+    size = -(-len(rows.input_ids) // parts)
+    padding = size * parts - len(rows.input_ids)
+    part_of_read = rows.read // size
+    tokens, reads = slice(part * size, (part + 1) * size), part_of_read == part
+    own = replace(
+        rows,
+        input_ids=np.append(rows.input_ids, np.zeros(padding, np.int64))[tokens],
+        position_ids=np.append(rows.position_ids, np.arange(padding))[tokens],
+        lengths=[*rows.lengths, padding] if padding else rows.lengths,
+        read=rows.read[reads] - tokens.start,
+        targets=rows.targets[reads],
+    )
+    return own, np.bincount(part_of_read, minlength=parts).tolist()
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:

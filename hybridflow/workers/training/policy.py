@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -19,7 +20,8 @@ from ...columns import offsets_of
 from ...errors import ModelError
 from .attention import PACKED, Segments
 from .logprobs import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES, token_logprobs
-from .packing import PackedRows, pack
+from .packing import PackedRows, pack, token_slice
+from .sequence import gather_slices
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 PROBE = Batch({"prompt_ids": [[1, 2, 3], [4]], "response_ids": [[4, 5], [3, 2]]})
@@ -28,7 +30,10 @@ PROBE = Batch({"prompt_ids": [[1, 2, 3], [4]], "response_ids": [[4, 5], [3, 2]]}
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """`PackedRows` on the device."""
+    """`PackedRows` on the device: all of its tokens, or the slice that this one of the ranks `segments.sequence` runs.
+
+    shares: scored tokens of each of those ranks.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
@@ -37,10 +42,16 @@ class PackedTensors:
     targets: Tensor
     scored: Tensor
     responses: int
+    shares: list[int]
 
 
-def to_device(rows: PackedRows, device: torch.device, attention: str) -> PackedTensors:
-    """The micro-batch's tensors, for sdpa or flash."""
+def to_device(
+    rows: PackedRows, device: torch.device, attention: str, sequence: ProcessGroup | None = None
+) -> PackedTensors:
+    """The micro-batch's tensors, for sdpa or flash; this rank's, if the ranks of `sequence` share them."""
+    shares = [len(rows.read)]
+    if sequence is not None:
+        rows, shares = token_slice(rows, sequence.rank(), sequence.size())
 
     def move(values: Any) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
@@ -49,11 +60,12 @@ def to_device(rows: PackedRows, device: torch.device, attention: str) -> PackedT
     return PackedTensors(
         input_ids=move(rows.input_ids)[None],
         position_ids=move(rows.position_ids)[None],
-        segments=Segments(rows.lengths, offsets),
+        segments=Segments(rows.lengths, offsets, sequence),
         read=move(rows.read),
         targets=move(rows.targets),
         scored=move(rows.scored),
         responses=rows.responses,
+        shares=shares,
     )
 
 
@@ -99,16 +111,19 @@ class PolicyModel(nn.Module):
             entropy=entropy,
             chunk_bytes=CHUNK_BYTES if rows.read.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES,
         )
-        return _spread(logprobs, rows), None if entropies is None else _spread(entropies, rows)
+        return spread(logprobs, rows), None if entropies is None else spread(entropies, rows)
 
 
 def packed_policy(lm: Any, temperature: float, banned_tokens: Sequence[int], checkpointing: bool) -> PolicyModel:
-    """`lm` (on the CPU) as a PolicyModel.
+    """`lm` as a PolicyModel: on the CPU with its weights, or on the meta device, where only its structure is checked.
 
     Errors: ModelError if its logits are not those of causal attention inside each packed row and of a plain output
     embedding: sliding windows, recurrent layers, scaled or capped logits, weights stored in another shape.
     """
-    _check_structure(lm)
+    check_structure(lm)
+    _check_output_embedding(lm)
+    if lm.device.type == "meta":
+        return PolicyModel(lm, temperature, banned_tokens, checkpointing)
     rows = to_device(pack(PROBE), torch.device("cpu"), "sdpa")
     with torch.no_grad():
         own = [
@@ -117,15 +132,22 @@ def packed_policy(lm: Any, temperature: float, banned_tokens: Sequence[int], che
         ]
         policy = PolicyModel(lm, temperature, banned_tokens, checkpointing)
         packed = policy.hidden(rows) @ lm.get_output_embeddings().weight.t()
+    check_packing(lm, own, packed)
+    return policy
+
+
+def check_packing(lm: Any, own: list[Tensor], packed: Tensor) -> None:
+    """Errors: ModelError if what a model says of packed rows differs from what it says of each alone, one after the
+    other in `own`."""
     expected = torch.cat(own)
     tolerance = 1e-3 if expected.dtype == torch.float32 else 3e-2
     worst = ((packed - expected).abs().max() / expected.abs().max()).item()
     if not worst < tolerance:
         raise ModelError(f"{type(lm).__name__}: packing rows changes its logits by {worst:.1%}; it can't be trained.")
-    return policy
 
 
-def _check_structure(lm: Any) -> None:
+def check_structure(lm: Any) -> None:
+    """Errors: ModelError for a model whose rows cannot be packed."""
     name = type(lm).__name__
     others = set(getattr(lm.config, "layer_types", None) or ()) - {"full_attention"}
     if others:
@@ -135,15 +157,20 @@ def _check_structure(lm: Any) -> None:
         raise ModelError(f"{name}: with rope_type={rope} positions depend on the longest row beside a row.")
     if not lm._supports_attention_backend:
         raise ModelError(f"{name} does not take another attention function, which packed rows need.")
-    head = lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
-        raise ModelError(f"{name}: its output embedding is no linear map without bias.")
     if any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(lm, add_legacy=False)):
         raise ModelError(f"{name} is stored in other tensors than it computes with (fused experts); not supported.")
 
 
-def _spread(values: Tensor, rows: PackedTensors) -> Tensor:
-    """Values of scored tokens among zeros for the others."""
+def _check_output_embedding(lm: Any) -> None:
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
+        raise ModelError(f"{type(lm).__name__}: its output embedding is no linear map without bias.")
+
+
+def spread(values: Tensor, rows: PackedTensors) -> Tensor:
+    """Values of scored tokens, those of all ranks that share the rows, among zeros for the others."""
+    if rows.segments.sequence is not None:
+        values = gather_slices(values, rows.shares, rows.segments.sequence)
     if len(values) == rows.responses:
         return values
     return values.new_zeros(rows.responses).index_copy(0, rows.scored, values)

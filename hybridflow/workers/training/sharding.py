@@ -1,4 +1,4 @@
-"""FSDP2 over a policy model, and what all ranks must agree on. One rank is a mesh of one: the same code."""
+"""FSDP2 over a policy model: how its parameters get to the ranks, and what a rank holds of them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ...batch import Batch, concat
-from ...device import current_device, device_type, init_process_group_once
+from ...device import current_device
 from ...engines import ParameterShard
 from .optimizer import local
 from .policy import PolicyModel
 
 
-def shard(model: PolicyModel, compute_dtype: torch.dtype) -> DeviceMesh:
-    """Splits every parameter over all ranks, in place: each decoder layer is a group, the rest is another.
+def shard(model: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Splits every parameter over the last dimension of `mesh`, in place: each decoder layer is a group, the rest is
+    another. Only rank 0 has weights; the others get them from it, one group at a time.
 
     Gradients are summed over ranks, not averaged: weights of tokens hold for the whole batch.
     """
-    init_process_group_once()
-    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     half = compute_dtype if compute_dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     # gathering again in the backward pass saves memory only where there is another rank to hold the rest
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": mesh.size() > 1}
-    for layer in model.layers():
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": mesh.size(-1) > 1}
+    for group in (*model.layers(), model):
+        if mesh.size() > 1:
+            _take_from_rank_0(group)
+        fully_shard(group, **options)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    return mesh
+
+
+def _take_from_rank_0(group: nn.Module) -> None:
+    """Rank 0's parameters and buffers take the place of this rank's; those that are sharded already stay."""
+    device, first = current_device(), dist.get_rank() == 0
+    taken: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    for owner in group.modules():
+        for name, old in owner.named_parameters(recurse=False):
+            if isinstance(old, DTensor):
+                continue
+            if old not in taken:
+                whole = old.detach().to(device) if first else torch.empty_like(old, device=device)
+                dist.broadcast(whole, 0)
+                taken[old] = nn.Parameter(whole, old.requires_grad)
+            setattr(owner, name, taken[old])
+        for name, buffer in owner.named_buffers(recurse=False):
+            whole = buffer.to(device)
+            dist.broadcast(whole, 0)
+            setattr(owner, name, whole)
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -65,30 +82,12 @@ def shard_of(name: str, parameter: Tensor) -> ParameterShard:
     return ParameterShard(name, tuple(parameter.shape), offset, local(parameter))
 
 
-def whole_batch(batch: Batch, *columns: str) -> tuple[Batch, slice]:
-    """These columns of the rows of all ranks, in rank order, and where this rank's rows are among them."""
-    own = batch.select(*(name for name in columns if name in batch))
-    if dist.get_world_size() == 1:
-        return own, slice(0, len(own))
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    start = sum(len(part) for part in parts[: dist.get_rank()])
-    return concat(parts), slice(start, start + len(own))
-
-
-def most(count: int) -> int:
-    """The largest of the ranks' counts."""
-    if dist.get_world_size() == 1:
-        return count
-    counts = torch.tensor(count, device=current_device())
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    return int(counts.item())
-
-
-def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Sums by name; a name that a rank lacks counts 0 there."""
-    parts: list[dict[str, float]] = [values]
-    if dist.get_world_size() > 1:
-        parts *= dist.get_world_size()
-        dist.all_gather_object(parts, values)
-    return {name: sum(part.get(name, 0.0) for part in parts) for part in parts for name in part}
+def gathered(name: str, parameter: Tensor, dtype: torch.dtype) -> ParameterShard:
+    """A parameter whole, in `dtype`, gathered from the ranks that hold its shards: all of them make this call. What one
+    rank holds whole is the live tensor and no copy."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size(-1) == 1:
+        return shard_of(name, parameter)
+    own: Any = parameter.detach().to(dtype)
+    whole: Tensor = own.full_tensor()
+    received = (whole.numel() - local(own).numel()) * whole.element_size()
+    return ParameterShard(name, tuple(whole.shape), (0,) * whole.dim(), whole, received)

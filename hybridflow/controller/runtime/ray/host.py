@@ -1,0 +1,238 @@
+"""Host: a process of a pool, with one device. It holds the workers of every group that is placed on the pool.
+
+Threads: `compute` builds the engines and makes all calls, one at a time in the order they were sent; `data` runs
+functions of batches beside the shards; `control` answers whatever the other two are doing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from ....batch import Batch
+from ....columns import Array, Column
+from ....errors import BatchError
+from ...stored import Ints
+from ...worker import Worker
+from .cluster import INLINE_BYTES
+from .reports import Failure, Made, Report
+from .shards import DIRECTORY, HostKey, Inputs, Peer, Sent, rows_of
+
+GROUPS = {"compute": 1, "data": 1, "control": 4}
+FRAMES_SHOWN = 12
+FILLER = ""
+"""Beside the columns of what a call made: so large that, however small they are, they stay in the object store."""
+IN_COLLECTIVE = "torch/distributed/distributed_c10d"
+
+
+Message = tuple[Any, ...]
+"""Of a call that is reported: its number, the function, its arguments."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a host runs. devices: its accelerators, as Ray numbers them on the node."""
+
+    node: str
+    address: str
+    process: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """How a call stands on its host. seconds: since it began to execute, None if it has not; stack: of the thread that
+    runs it, in the worker's own code; collective: it waits for others."""
+
+    seconds: float | None
+    stack: str = ""
+    collective: bool = False
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a rank meets the others of its pool. timeout_s: of each collective. threads: of the CPU, for this rank."""
+
+    address: str
+    port: int
+    rank: int
+    ranks: int
+    timeout_s: float
+    threads: int
+
+
+class Host:
+    """One process, one rank of each group on the pool. Every public method but `run` and `apply` raises what goes wrong
+    in the driver as it is; those report it."""
+
+    def __init__(self, key: HostKey) -> None:
+        self._key = key
+        self._workers: dict[str, Worker[Any]] = {}
+        self._under_way: dict[int, tuple[int, float]] = {}  # call -> its thread, and when it began
+        self._progress: tuple[int, int] | None = None
+
+    # ---- compute
+    @ray.method(concurrency_group="compute", num_returns=2)
+    def run(self, message: Message) -> tuple[Report, dict[str, Column] | None]:
+        """A task, `task(workers, told, *args)`; a batch it returns stays here as the second value."""
+        call, task, *args = message
+        self._progress = None
+        with self._noted(call):
+            return _reported(lambda: task(self._workers, self._told, *args), args)
+
+    # ---- data
+    @ray.method(concurrency_group="data", num_returns=2)
+    def apply(self, message: Message) -> tuple[Report, dict[str, Column] | None]:
+        """A function of inputs."""
+        call, fn, inputs = message
+        with self._noted(call):
+            return _reported(lambda: fn(*inputs.received()[0]), [inputs])
+
+    # ---- control
+    @ray.method(concurrency_group="control")
+    def where(self) -> Where:
+        """Node, address and devices of this process."""
+        context = ray.get_runtime_context()
+        devices = tuple(str(each) for ids in context.get_accelerator_ids().values() for each in ids)
+        return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), devices)
+
+    @ray.method(concurrency_group="control")
+    def free_port(self) -> int:
+        """A port of this node that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
+        return port
+
+    @ray.method(concurrency_group="control")
+    def meet(self, node: str, peers: Mapping[HostKey, Peer]) -> None:
+        """The other hosts of the run, whose rows calls here may read."""
+        DIRECTORY.node = node
+        DIRECTORY.peers.update(peers)
+
+    @ray.method(concurrency_group="control")
+    def progress(self, call: int) -> tuple[int, int] | None:
+        """(done, total) of a call that is under way, where it says so."""
+        return self._progress if call in self._under_way else None
+
+    @ray.method(concurrency_group="control")
+    def state(self, call: int) -> State:
+        """How a call stands."""
+        if call not in self._under_way:
+            return State(None)
+        thread, since = self._under_way[call]
+        frames = traceback.extract_stack(sys._current_frames().get(thread))
+        ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+        shown = frames[ours + 1 :][-FRAMES_SHOWN:]
+        stack, waits = "".join(traceback.format_list(shown)), any(IN_COLLECTIVE in f.filename for f in shown)
+        return State(time.monotonic() - since, stack.rstrip(), waits)
+
+    @ray.method(concurrency_group="control")
+    def rows(self, shard: Sequence[Any], names: Sequence[str], rows: Ints | None) -> dict[str, Column]:
+        """Rows of a shard that lies on this node, for a process on another one."""
+        return rows_of(ray.get(shard[0]), names, rows)
+
+    def _told(self, done: int, total: int) -> None:
+        self._progress = done, total
+
+    @contextmanager
+    def _noted(self, call: int) -> Iterator[None]:
+        self._under_way[call] = threading.get_ident(), time.monotonic()
+        try:
+            yield
+        finally:
+            del self._under_way[call]
+
+
+Workers = dict[str, Worker[Any]]
+Told = Callable[[int, int], None]
+
+
+# ---- tasks: what `run` is asked to do
+def join(workers: Workers, told: Told, group: Rendezvous, seed: int) -> None:
+    """Take part in the pool's process group, and seed."""
+    from ....device import join_process_group, seed_everything, use_threads
+
+    use_threads(group.threads)
+    join_process_group(group.address, group.port, rank=group.rank, ranks=group.ranks, timeout_s=group.timeout_s)
+    seed_everything(seed)
+
+
+def build(workers: Workers, told: Told, name: str, role: type[Worker[Any]], settings: Any, rank: int) -> None:
+    """Make the group's worker and what it needs."""
+    worker = role(settings, name, rank)
+    worker.progress = told
+    worker.start()
+    workers[name] = worker
+
+
+def call(workers: Workers, told: Told, name: str, method: str, args: Inputs) -> Any:
+    """A method of the group's worker."""
+    positional, named = args.received()
+    return getattr(workers[name], method)(*positional, **named)
+
+
+def debug(workers: Workers, told: Told, name: str, method: str, args: Inputs) -> Any:
+    """`call`, once somebody has connected with the debugger that this opens; where to is printed."""
+    from remote_pdb import RemotePdb
+
+    positional, named = args.received()
+    function = getattr(workers[name], method)
+    RemotePdb("127.0.0.1", 0).set_trace()  # `s` steps into the call below
+    return function(*positional, **named)
+
+
+def apply(workers: Workers, told: Told, name: str, fn: Callable[..., Any], args: Inputs) -> Any:
+    """A function of the group's worker."""
+    return fn(workers[name], *args.received()[0])
+
+
+def save(workers: Workers, told: Told, name: str, folder: Path) -> None:
+    """The rank's part of a checkpoint."""
+    workers[name].save_rank(folder)
+
+
+def load(workers: Workers, told: Told, name: str, folder: Path) -> None:
+    """What `save` wrote."""
+    workers[name].load_rank(folder)
+
+
+# ---- inside
+def _reported(run: Callable[[], Any], args: Sequence[Any]) -> tuple[Report, dict[str, Column] | None]:
+    start, began = time.time_ns(), time.perf_counter()
+    try:
+        value = run()
+        if not isinstance(value, Batch):
+            return Report(start, time.perf_counter() - began, value), None
+        sent = [batch for each in args if isinstance(each, Inputs) for batch in each.batches]
+        made = Made.of(value, _new_ids(value, sent))
+        blob = {name: value.column(name) for name in value.names}
+        return Report(start, time.perf_counter() - began, made=made), {**blob, FILLER: np.empty(INLINE_BYTES, np.uint8)}
+    except BaseException as error:  # SystemExit too: the process is the pool's, not the method's
+        return Report(start, time.perf_counter() - began, failure=Failure.of(error)), None
+
+
+def _new_ids(made: Batch, sent: Sequence[Sent]) -> Array | None:
+    """Identities of rows that did not come in; None if the rows are those that came in.
+
+    Errors: BatchError for a method that dropped, added or reordered the rows it was given.
+    """
+    if made.ids is not None and not any(each.made_of(made.ids) for each in sent):
+        return made.ids
+    if made.ids is None and sent and len(made) != sent[0].rows:
+        raise BatchError(f"{len(made)} rows came out where {sent[0].rows} went in, without identities of their own.")
+    if made.ids is not None and not any(np.array_equal(made.ids, each.ids) for each in sent):
+        raise BatchError("the rows that went in came out as others: a worker never drops, adds or reorders rows.")
+    return None

@@ -1,0 +1,98 @@
+"""What a host tells the driver of a call, small enough to pass through it. Pure; strings and arrays only."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ....batch import Batch
+from ....columns import Array, Kind, Ragged, kind_of, objects, spec_of
+from ....device import is_collective_error
+from ....errors import HybridFlowError
+from ...trace import nbytes
+from ...wire import packed, unpacked
+
+MESSAGE_LENGTH = 2000
+NO_VALUE = "no value"
+"""Known of objects of which no row has one."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call did not return. error: of ours, as it was raised; None for any other, which `message` tells.
+
+    collective: other ranks' fault, seen in a collective; so it is the cause only if nothing else is.
+    """
+
+    message: str
+    traceback: str = ""
+    error: HybridFlowError | None = None
+    collective: bool = False
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """From what a worker's method raised; nothing of the user's own classes is kept."""
+        text = "".join(traceback.format_exception(error))
+        ours = _portable(error) if isinstance(error, HybridFlowError) else None
+        message = traceback.format_exception_only(error)[-1].strip()[:MESSAGE_LENGTH]
+        return Failure(message, text, ours, is_collective_error(error))
+
+
+class Made(NamedTuple):
+    """What is known in the driver of a batch that stays with its maker; arrays are packed.
+
+    ids: of rows that did not exist before; None: the call's own rows, in their order. columns: name, kind, what is
+    known of its values, mean bytes a row.
+    """
+
+    rows: int
+    ids: Any
+    columns: Sequence[tuple[str, Kind, Any, float]]
+    metrics: dict[str, float]
+
+    @staticmethod
+    def of(batch: Batch, ids: Array | None) -> Made:
+        """Of a batch whose columns are here."""
+        columns = [
+            (name, kind_of(column := batch.column(name)), known_of(batch, name), nbytes(column) / max(1, len(batch)))
+            for name in batch.names
+        ]
+        return Made(len(batch), packed(ids), columns, dict(batch.metrics))
+
+
+class Report(NamedTuple):
+    """How a call went: its value unless that is a batch, and when and how long it ran (Unix nanoseconds, seconds)."""
+
+    start_ns: int
+    seconds: float
+    value: Any = None
+    made: Made | None = None
+    failure: Failure | None = None
+
+
+def known_of(batch: Batch, name: str) -> Any:
+    """What the driver gets to know of a column: one value a row of a dense one, lengths of a ragged one unless they are
+    those of response_ids, of objects that none has a value."""
+    column = batch.column(name)
+    if isinstance(column, Ragged):
+        spec = spec_of(name)
+        follows = spec is not None and spec.aligned is not None
+        return None if follows else packed(column.lengths)
+    if column.dtype == object:
+        return NO_VALUE if all(value is None for value in column) else None
+    return packed(column) if column.ndim == 1 else None
+
+
+def known_in(value: Any, kind: Kind, rows: int) -> Array | None:
+    """What `known_of` said, as a stored column wants it."""
+    known: Array | None = objects([None] * rows) if kind is Kind.OBJECTS and value == NO_VALUE else unpacked(value)
+    return known
+
+
+def _portable(error: HybridFlowError) -> HybridFlowError:
+    """The same error of the library's own class, which the driver has."""
+    kind = next(each for each in type(error).__mro__ if each.__module__.startswith("hybridflow."))
+    rebuilt: HybridFlowError = kind(error.message, where=error.where)
+    return rebuilt

@@ -1,0 +1,113 @@
+"""Roles for tests of the Ray runtime: they compute little and fail in every way there is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import Batch, RowKind, row_ids
+from hybridflow.controller.protocols import ALL_TO_ALL, DP, ONE_TO_ALL, THREE_D, THREE_D_PP_ONLY
+from hybridflow.controller.worker import Worker, remote
+from hybridflow.layout import ParallelLayout
+
+
+class Plain(Worker[ParallelLayout]):
+    """Its settings are its layout."""
+
+    role = "plain"
+
+    @classmethod
+    def arranged(cls, settings: ParallelLayout, ranks: int) -> ParallelLayout:
+        return settings
+
+    @remote(DP)
+    def double(self, batch: Batch) -> Batch:
+        tokens = batch.ragged("response_ids")
+        columns = {"twice": batch.array("n") * 2, "advantages": tokens.with_values(tokens.values * 0.5)}
+        return Batch(columns, batch.ids, {"rank": float(self.rank)})
+
+    @remote(THREE_D)
+    def whose(self, batch: Batch) -> Batch:
+        return Batch({"rank": np.full(len(batch), self.rank)}, batch.ids)
+
+    @remote(DP)
+    def repeat(self, batch: Batch, times: int) -> Batch:
+        """New rows, as generation makes them."""
+        rows = batch.take(np.repeat(np.arange(len(batch)), times))
+        number = rows.array("n") * times + np.tile(np.arange(times), len(batch))
+        columns = {name: rows.column(name) for name in rows.names}
+        return Batch({**columns, "number": number}, row_ids(RowKind.ROLLOUT, number))
+
+    @remote(ONE_TO_ALL)
+    def same(self, value: Any) -> Any:
+        return value
+
+    @remote(THREE_D_PP_ONLY)
+    def stage(self) -> list[int]:
+        return [self.rank]
+
+    @remote(ALL_TO_ALL)
+    def own(self, value: Any) -> Any:
+        return self.rank, value
+
+    @remote(DP)
+    def backwards(self, batch: Batch) -> Batch:
+        return batch.take(np.arange(len(batch))[::-1]).select("n")
+
+
+class UnpicklableError(Exception):
+    """Holds a lock, which cannot be sent."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, threading.Lock())
+
+
+class Faulty(Worker[ParallelLayout]):
+    """One rank fails in `fail`, the others wait for it in a collective."""
+
+    role = "faulty"
+
+    @classmethod
+    def arranged(cls, settings: ParallelLayout, ranks: int) -> ParallelLayout:
+        return settings
+
+    @remote(ONE_TO_ALL)
+    def fail(self, how: str, rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == rank:
+            fault(how)
+        dist.all_reduce(torch.ones(3))
+
+    @remote(ONE_TO_ALL)
+    def processes(self) -> int:
+        return os.getpid()
+
+    @remote(DP)
+    def reads(self, batch: Batch) -> Batch:
+        raise ValueError(f"cannot digest row {batch.array('n')[0]}")
+
+
+def fault(how: str) -> None:
+    """A fault of this process."""
+    if how == "raise":
+        raise ValueError("NaN in rollout_logprobs, row 17")
+    if how == "unpicklable":
+        raise UnpicklableError("cannot be sent")
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "hang":
+        threading.Event().wait()

@@ -1,0 +1,159 @@
+"""The Ray runtime: every protocol against a plain oracle, rows that stay where they were made, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import Batch, RowKind, concat, row_ids
+from hybridflow.columns import Ragged
+from hybridflow.controller.batch_ref import BatchRef
+from hybridflow.controller.group import Place
+from hybridflow.controller.runtime.ray.runtime import Deadlines, RayRuntime
+from hybridflow.controller.stored import StoredColumn
+from hybridflow.controller.trace import Trace
+from hybridflow.errors import BatchError, ConfigError
+from hybridflow.layout import Coordinates, ParallelLayout
+from tests.ray_roles import Plain
+
+pytestmark = pytest.mark.ray
+LAYOUT = ParallelLayout(pp=2, dp=2)
+
+
+def runtime_in(folder: Path, **deadlines: float) -> RayRuntime:
+    return RayRuntime(
+        Trace(), seed=0, deadlines=Deadlines(**deadlines), failure_folder=folder / "failure", say=lambda line: None
+    )
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Plain]]:
+    """Handles over pools of four (pp 2 x dp 2) and of three ranks (dp 3)."""
+    runtime = runtime_in(tmp_path_factory.mktemp("run"), call_s=120.0, start_s=120.0)
+    layouts = {"plain": LAYOUT, "other": ParallelLayout(dp=3)}
+    handles = {
+        name: Plain(layout, name, group=runtime.group(name, Plain, layout, Place(name, layout.size)))
+        for name, layout in layouts.items()
+    }
+    yield handles.__getitem__
+    runtime.close()
+
+
+def rows(count: int, seed: int = 0) -> Batch:
+    """Rows of very unlike lengths, some empty."""
+    lengths = np.random.default_rng(seed).integers(0, 40, count)
+    tokens = [np.arange(length) + i for i, length in enumerate(lengths)]
+    columns = {
+        "n": np.arange(count),
+        "text": [f"row {i}" for i in range(count)],
+        "prompt_ids": Ragged.from_rows([np.arange(1 + i % 3) for i in range(count)], np.int64),
+        "response_ids": Ragged.from_rows(tokens, np.int64),
+        "wide": np.arange(2.0 * count).reshape(count, 2),
+    }
+    return Batch(columns, row_ids(RowKind.ROLLOUT, 5 * np.arange(count)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 64])
+@pytest.mark.parametrize("name", ["plain", "other"])
+def test_rows_split_over_ranks_come_back_in_their_order(group: Any, name: str, count: int) -> None:
+    batch = rows(count)
+    made = group(name).double(batch)
+    assert isinstance(made, BatchRef) and len(made) == count
+    assert batch.ids is not None and made.ids.tolist() == batch.ids.tolist()
+    if count:
+        got = made.fetch()
+        assert got.array("twice").tolist() == [2 * i for i in range(count)]
+        assert got.ragged("advantages").values.tolist() == (batch.ragged("response_ids").values * 0.5).tolist()
+
+
+def test_what_a_call_made_is_joined_chosen_and_passed_on_without_being_read(group: Any) -> None:
+    batch = rows(30)
+    first = group("plain").double(batch)
+    joined = batch | first
+    chosen = joined.take(np.arange(29, -1, -2))
+    assert isinstance(chosen._column("advantages"), StoredColumn)
+    again = group("other").double(chosen.drop("twice", "advantages"))
+    assert again.fetch("twice").array("twice").tolist() == [2 * i for i in range(29, -1, -2)]
+    together = concat([chosen, joined.take([0, 7])])
+    assert together.fetch("twice").array("twice").tolist() == [*range(58, -1, -4), 0, 14]
+    lengths = batch.ragged("response_ids").lengths[[*range(29, -1, -2), 0, 7]]
+    assert together.fetch("advantages").ragged("advantages").lengths.tolist() == lengths.tolist()
+
+
+def test_every_column_of_rows_a_call_made_arrives_as_it_was(group: Any) -> None:
+    batch = rows(11)
+    made = group("plain").repeat(batch, 3)
+    expected = batch.take(np.repeat(np.arange(11), 3))
+    assert made.ids.tolist() == row_ids(RowKind.ROLLOUT, np.arange(33)).tolist()
+    got = made.fetch()
+    for name in batch.names:
+        if isinstance(got.column(name), Ragged):
+            assert [row.tolist() for row in got.ragged(name)] == [row.tolist() for row in expected.ragged(name)]
+        else:
+            assert got.array(name).tolist() == expected.array(name).tolist()
+
+
+def test_the_last_stage_answers_for_a_model_in_stages(group: Any) -> None:
+    ranks = group("plain").whose(rows(8)).fetch()["rank"]
+    last = {LAYOUT.rank(Coordinates(pp=1, dp=dp, cp=0, tp=0)) for dp in range(2)}
+    assert set(ranks) == last
+
+
+def test_one_value_goes_to_all_ranks_and_each_can_be_given_its_own(group: Any) -> None:
+    plain = group("plain")
+    assert plain.same("x") == "x"
+    assert plain.stage() == [0, 2]
+    assert plain.own(["a", "b", "c", "d"]) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    assert plain.on_ranks(lambda worker, add: worker.rank + add, 10, ranks=[3, 1]) == [13, 11]
+    with pytest.raises(ValueError, match="rank 4"):
+        plain.on_ranks(lambda worker: None, ranks=[4])
+
+
+def test_rows_stay_on_their_ranks_while_they_are_balanced_there(group: Any) -> None:
+    plain = group("other")
+    made = plain.repeat(rows(60), 1)
+    where = made._column("response_ids").rows.where()[0]
+    twice = plain.double(made.drop("number"))
+    assert twice._column("twice").rows.where()[0].tolist() == where.tolist()
+
+
+def test_a_function_of_tokens_runs_beside_the_shards_and_one_of_rows_in_the_driver(group: Any) -> None:
+    made = group("plain").repeat(rows(10), 2)
+    process = __import__("os").getpid()
+
+    def where(response_ids: Any, row_of_token: Any) -> dict[str, Any]:
+        import os
+
+        return {"advantages": response_ids * 1.0, "process": np.full(row_of_token.max() + 1, os.getpid())}
+
+    tokens = made.map(where)
+    assert isinstance(tokens._column("advantages"), StoredColumn)
+    assert set(tokens.fetch("process")["process"]) != {process}
+    dense = made.map(lambda number: number + 1, to="next")
+    assert dense._column("next").tolist() == list(range(1, 21))
+    per_row = made.map(lambda number: number * 0.5, to="advantages")
+    assert isinstance(per_row._column("advantages"), StoredColumn)
+    assert per_row.fetch("advantages").ragged("advantages").lengths.tolist() == made.lengths("response_ids").tolist()
+
+
+def test_a_method_that_reorders_its_rows_is_told(group: Any, ray_cluster: None, tmp_path: Path) -> None:
+    runtime = runtime_in(tmp_path)
+    plain = Plain(ParallelLayout(), "plain", group=runtime.group("plain", Plain, ParallelLayout(), Place("plain")))
+    with pytest.raises(BatchError, match=r"plain\.backwards, rank 0 .*never drops, adds or reorders rows"):
+        len(plain.backwards(rows(5)))
+    runtime.close()
+
+
+def test_case_28_more_ranks_than_the_cluster_could_ever_hold_are_refused_at_once(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    runtime = runtime_in(tmp_path)
+    layout = ParallelLayout(dp=500)
+    plain = Plain(layout, "plain", group=runtime.group("plain", Plain, layout, Place("plain", 500)))
+    with pytest.raises(ConfigError, match=r"asks for 500 devices \(plain 500\), and this cluster has 64 slot on"):
+        plain.stage()
+    runtime.close()
