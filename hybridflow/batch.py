@@ -323,10 +323,10 @@ class Batch:
             return np.arange(0)
         if index.dtype.kind not in "iu":
             raise BatchError(f"take: rows are chosen by number, slice or mask, not by {index.dtype} values.")
-        if index.min() < -len(self) or index.max() >= len(self):
-            outside = index.max() if index.max() >= len(self) else index.min()
-            raise BatchError(f"take: row {outside} of {len(self)} rows.")
-        return np.where(index < 0, index + len(self), index).astype(np.int64)
+        least, most = index.min(), index.max()
+        if least < -len(self) or most >= len(self):
+            raise BatchError(f"take: row {most if most >= len(self) else least} of {len(self)} rows.")
+        return (index if least >= 0 else np.where(index < 0, index + len(self), index)).astype(np.int64, copy=False)
 
     def _arguments(self, fn: Callable[..., Any]) -> dict[str, Any]:
         """The columns that `fn` asks for by its positional parameters' names; keyword-only ones are options."""

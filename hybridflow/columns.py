@@ -226,7 +226,7 @@ def take_rows(columns: Mapping[str, AnyColumn], rows: NDArray[np.int64]) -> dict
     """These rows of every column. Consecutive rows are views; ragged columns of the same offsets share the work, and so
     do stored columns of the same rows."""
     count = len(rows)
-    consecutive = count > 0 and rows[-1] - rows[0] == count - 1 and bool((np.diff(rows) == 1).all())
+    consecutive = count > 0 and rows[-1] - rows[0] == count - 1 and bool((rows[1:] - rows[:-1] == 1).all())
     at = slice(int(rows[0]), int(rows[0]) + count) if consecutive else rows
     positions: dict[int, tuple[Array | slice, NDArray[np.int64]]] = {}
     stored: dict[int, StoredRows] = {}

@@ -28,8 +28,8 @@ OVERRIDES = ("run.checkpoint_steps=2", "run.steps=6", "algorithm.minibatches=2",
 
 
 def mark(where: str, folder: Path) -> None:
-    """The proof: names the process, and those that it has started."""
-    processes = [os.getpid(), *descendants(os.getpid())]
+    """The proof: names the process, and the cluster's that it has started."""
+    processes = [os.getpid(), *descendants(os.getpid(), "ray::Host", "/raylet ", "/gcs_server ")]
     (folder.parent / f"died-in-{where}").write_text(" ".join(map(str, processes)))
 
 

@@ -23,18 +23,22 @@ def gone_within(processes: Sequence[int], seconds: float) -> bool:
     return True
 
 
-def descendants(process: int) -> list[int]:
-    """The running processes that it has started, and those that they have."""
+def descendants(process: int, *names: str) -> list[int]:
+    """The running processes that it, and those that they, have started, with one of the names in the command line."""
     parents = {int(folder.name): _status(int(folder.name))[1] for folder in Path("/proc").glob("[0-9]*")}
     found = [process]
     for parent in found:
         found += [child for child, its_parent in parents.items() if its_parent == str(parent)]
-    return [child for child in found[1:] if running(child)]
+    return [child for child in found[1:] if running(child) and any(name in _command(child) for name in names)]
 
 
 def hosts_of(process: int) -> list[int]:
     """The host processes among its descendants."""
-    return [child for child in descendants(process) if b"ray::Host" in _read(child, "cmdline")]
+    return descendants(process, "ray::Host")
+
+
+def _command(process: int) -> str:
+    return _read(process, "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
 def _status(process: int) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,28 @@ class Faulty(Worker[ParallelLayout]):
             fault(how)
         dist.all_reduce(torch.ones(3))
 
+    @remote(DP)
+    def fail_on(self, batch: Batch, how: str, rank: int) -> Batch:
+        """`fail` with rows."""
+        Faulty.fail(self, how, rank)
+        return Batch({}, batch.ids)
+
+    @remote(ONE_TO_ALL)
+    def die_in_collective(self, rank: int, absent: int) -> None:
+        """A rank that dies while it waits for another one, which never comes."""
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == absent:
+            fault("hang")
+        if self.rank == rank:
+            threading.Thread(target=_die_once_in, args=("all_reduce", threading.get_ident())).start()
+        dist.all_reduce(torch.ones(3))
+
+    @remote(ONE_TO_ALL)
+    def stop(self) -> None:
+        fault("stopped")
+
     @remote(ONE_TO_ALL)
     def processes(self) -> int:
         return os.getpid()
@@ -111,3 +134,31 @@ def fault(how: str) -> None:
         sys.exit(3)
     if how == "hang":
         threading.Event().wait()
+    if how == "stuck":  # in code that never gives Python's lock back, so that no thread answers
+        ctypes.PyDLL(None).pause()
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "node":  # the node's own process goes, and takes its workers with it
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+
+
+def _die_once_in(function: str, thread: int) -> None:
+    while not any(frame.f_code.co_name == function for frame, _ in traceback.walk_stack(sys._current_frames()[thread])):
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Large(Worker[ParallelLayout]):
+    """Makes more than there is room for."""
+
+    role = "large"
+
+    @remote(DP)
+    def make(self, batch: Batch, megabytes: int) -> Batch:
+        """So many of each row."""
+        return Batch({"large": np.ones((len(batch), megabytes << 17))}, batch.ids)
+
+    @remote(DP)
+    def look(self, batch: Batch) -> Batch:
+        return Batch({"sum": batch.array("large").sum(1)}, batch.ids)

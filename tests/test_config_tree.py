@@ -22,6 +22,7 @@ from hybridflow.trainer.compose import all_keys
 from hybridflow.trainer.config import (
     CriticConfig,
     DataConfig,
+    PlacementConfig,
     ReferenceConfig,
     RunConfig,
     SamplingConfig,
@@ -49,6 +50,7 @@ NODES = (
     CriticConfig,
     ReferenceConfig,
     ValidationConfig,
+    PlacementConfig,
     RunConfig,
 )
 BASE = ["model=smollm2", "data=arithmetic"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hybridflow.controller.replay import Replay
 from hybridflow.controller.runtime.ray.runtime import RayRuntime
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.layout import ParallelLayout
+from tests.processes import gone_within
 from tests.ray_roles import Faulty
 from tests.test_ray_runtime import runtime_in
 
@@ -29,32 +31,19 @@ def faulty(folder: Path, call_s: float = DEADLINE_S) -> tuple[RayRuntime, Faulty
     return runtime, Faulty(layout, "faulty", group=runtime.group("faulty", Faulty, layout, Place("faulty", RANKS)))
 
 
-def gone_within(processes: list[int], seconds: float) -> bool:
-    """Zombies count as gone: their parent collects them when it gets to it."""
-    until = time.monotonic() + seconds
-    while any(running(process) for process in processes):
-        if time.monotonic() > until:
-            return False
-        os.sched_yield()
-    return True
-
-
-def running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("raise", r"ValueError: NaN in rollout_logprobs, row 17"),
         ("unpicklable", r"UnpicklableError"),
-        ("sigkill", r"the process died"),
-        ("segfault", r"the process died"),
-        ("exit", r"the process died"),
+        (
+            "sigkill",
+            r"the process died: killed \(SIGKILL; .*\), or it exited by itself; what it wrote last is in /.*err,",
+        ),
+        ("segfault", r"the process died: Segmentation fault\n(.*\n)*.*ray_roles\.py\", line \d+ in fault"),
+        ("exit", r"the process died: killed .*, or it exited by itself"),
         ("sys.exit", r"SystemExit: 3"),
+        ("stuck", r"did not return within 4 s \(run\.call_timeout_s\), and its process does not answer"),
         ("hang", r"did not return within 4 s \(run\.call_timeout_s\); it is at\n(.*\n)*.*in fault(.*\n)*.*all_reduce"),
     ],
 )
@@ -74,6 +63,35 @@ def test_case_27_the_first_cause_is_named_and_all_ranks_end(
     runtime.close()
 
 
+def test_a_rank_that_dies_in_a_collective_is_named_and_not_those_that_saw_it_go(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    runtime, group = faulty(tmp_path, call_s=60.0)
+    processes = group.on_ranks(lambda worker: __import__("os").getpid())
+    with pytest.raises(WorkerError) as caught:
+        group.die_in_collective(1, absent=0)
+    assert gone_within(processes, 1.0)
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith(f"faulty.die_in_collective, rank 1 (process {processes[1]} on ")
+    assert "the process died" in first
+    assert any("rank 2" in line and "gloo" in line for line in others)
+    runtime.close()
+
+
+def test_processes_that_do_not_answer_are_told_in_time_however_many(ray_cluster: None, tmp_path: Path) -> None:
+    runtime, group = faulty(tmp_path)
+    processes = group.on_ranks(lambda worker: __import__("os").getpid())
+    began = time.monotonic()
+    with pytest.raises(
+        WorkerError, match=r"rank 0 .*, and its process does not answer\nBeside it:\n.*rank 1.*\n.*rank 2"
+    ):
+        group.stop()
+    assert time.monotonic() - began < DEADLINE_S + 5.0
+    for process in processes:  # a stopped process has no say in its end, but this is not what is tested
+        os.kill(process, signal.SIGKILL)
+    runtime.close()
+
+
 def test_a_failed_calls_inputs_are_kept_for_one_inline_rank(ray_cluster: None, tmp_path: Path) -> None:
     runtime, group = faulty(tmp_path)
     batch = Batch({"n": np.arange(7), "text": [str(i) for i in range(7)]}, row_ids(RowKind.ROLLOUT, np.arange(7)))
@@ -81,7 +99,7 @@ def test_a_failed_calls_inputs_are_kept_for_one_inline_rank(ray_cluster: None, t
         len(group.reads(batch))
     runtime.close()
     assert "in reads\n" in str(caught.value)  # the rank's own traceback
-    kept = Replay.load(tmp_path / "failure")
+    kept = Replay.load(tmp_path / "failure", pytest.fail)
     assert kept.name == "faulty.reads" and kept.role is Faulty
     [given] = kept.args
     assert given.array("text").tolist() == [str(i) for i in range(7)]

@@ -81,7 +81,7 @@ def resolve(spec: str | Plugin, kind: str) -> Plugin:
         return _by_name(spec, kind)
     source, _, name = spec.rpartition(":")
     what = f"{kind} '{spec}'"
-    module = _file_module(source, what) if source.endswith(".py") else _installed_module(source, what)
+    module = file_module(source, what) if source.endswith(".py") else _installed_module(source, what)
     if not hasattr(module, name):
         raise ConfigError(f"{what}: {source} defines {', '.join(_defined(module)) or 'nothing'}, not {name}.")
     found = getattr(module, name)
@@ -183,8 +183,11 @@ def _by_name(name: str, kind: str) -> Plugin:
     return _registered[kind][name]
 
 
-def _file_module(source: str, what: str) -> ModuleType:
-    """The module a file makes. Its name carries a hash of the content, so that an edited file is another module."""
+def file_module(source: str, what: str) -> ModuleType:
+    """The module a file makes. Its name carries a hash of the content, so that an edited file is another module.
+
+    Errors: ConfigError, which `what` begins.
+    """
     path = Path(source).expanduser()
     if not path.is_file():
         raise ConfigError(f"{what}: no file {source}.")

@@ -54,7 +54,8 @@ def balanced_parts(
 
     nowhere = np.full(len(weights), -1)
     home = nowhere if present is None else _homes(present, item, len(weights), parts)
-    place = _placed(weights, _staying(weights, home, bound), parts)
+    at_home = home.min(initial=0) >= 0 and heaviest(home) <= bound
+    place = home if at_home else _placed(weights, _staying(weights, home, bound), parts)
     if heaviest(place) > bound:
         anew = _placed(weights, nowhere, parts)
         place = min(place, _named(anew, home, weights, parts), key=heaviest)

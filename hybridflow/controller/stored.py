@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..columns import Array, Column, Index, Kind, Stored, StoredRows, concat_rows, take_rows
-from .wire import packed, unpacked
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -33,7 +32,7 @@ class Shard(ABC):
 
 
 class Placed(StoredRows):
-    """Which row of which shard each row is. Both None: all rows of the only shard, in their order.
+    """Which row of which shard each row is. shard None: the only one; row None: all its rows, in their order.
 
     shard, row: the smallest unsigned integers that hold them, [n]. Only shards that a row is in are listed.
     """
@@ -45,14 +44,10 @@ class Placed(StoredRows):
     def __len__(self) -> int:
         return self.shards[0].rows if self.row is None else len(self.row)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.shards, packed(self.shard), packed(self.row))
-
     def where(self) -> tuple[Array, Array]:
         """(shard, row) of each row, [n] each."""
-        if self.row is None or self.shard is None:
-            return np.zeros(len(self), np.uint8), np.arange(len(self))
-        return self.shard, self.row
+        shard = np.zeros(len(self), np.uint8) if self.shard is None else self.shard
+        return shard, np.arange(len(self)) if self.row is None else self.row
 
     def take(self, index: Index) -> Placed:
         shard, row = self.where()
@@ -67,10 +62,8 @@ class Placed(StoredRows):
     def read(self, names: Sequence[str]) -> dict[str, Column]:
         """These columns of all rows, in their order."""
         if self.row is None or self.shard is None:
-            return self.shards[0].read(names, None)
+            return self.shards[0].read(names, None if self.row is None else self.row.astype(np.int64))
         parts = [shard.read(names, self.row[self.shard == i].astype(np.int64)) for i, shard in enumerate(self.shards)]
-        if len(parts) == 1:
-            return parts[0]
         came = np.argsort(self.shard, kind="stable")
         back = np.empty(len(came), np.int64)
         back[came] = np.arange(len(came))
@@ -105,18 +98,17 @@ class StoredColumn(Stored):
         return round(self.bytes_a_row * len(self))
 
 
-def _received(shards: Sequence[Shard], shard: Any, row: Any) -> Placed:
-    return Placed(shards, unpacked(shard), unpacked(row))
-
-
 def _placed(shards: Sequence[Shard], shard: Array, row: Array) -> Placed:
     """In its smallest form."""
-    used, renumbered = np.unique(shard, return_inverse=True)
-    kept = [shards[i] for i in used] or list(shards[:1])
-    if len(kept) == 1 and len(row) == kept[0].rows and (row == np.arange(len(row))).all():
-        return Placed(kept)
-    most = max((each.rows for each in kept), default=1)
-    return Placed(kept, renumbered.astype(_smallest(len(kept))), row.astype(_smallest(most)))
+    used = np.flatnonzero(np.bincount(shard)).tolist() or [0]
+    kept = [shards[i] for i in used]
+    row = row.astype(_smallest(max(each.rows for each in kept)), copy=False)
+    if len(kept) > 1:
+        number = np.zeros(len(shards), _smallest(len(kept)))
+        number[used] = np.arange(len(used))
+        return Placed(kept, number[shard], row)
+    whole = len(row) == kept[0].rows and bool((row == np.arange(len(row))).all())
+    return Placed(kept, None, None if whole else row)
 
 
 def _smallest(count: int) -> np.dtype[Any]:

@@ -49,6 +49,7 @@ class Advantages:
     def _token_rewards(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         if self._algorithm.kl != "reward":
             return batch.map(_without_kl), {}
+        batch.select("ref_logprobs", "old_logprobs")  # says what to call where one is missing
         coef = self._kl.coef
         extra = batch.map(token_rewards, kl_coef=coef, kl_estimator=self._algorithm.kl_estimator)
         dense = (batch.select("reward", "keep") | extra.select("kl")).fetch()

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..algorithms.registry import file_module
 from ..controller.group import Place
 from ..controller.replay import Replay
 from ..controller.runtime.inline import InlineRuntime
@@ -20,11 +21,12 @@ SPREAD = {
 
 
 def replay(folder: Path) -> None:
-    """Make the call kept in `folder` again, with the weights of the run's newest checkpoint, or of its start.
+    """Make the call kept in `folder` again, with the weights of the run's newest checkpoint, or of its start, and with
+    the user's files as they are now.
 
     Errors: HybridFlowError if the folder holds no call; otherwise whatever the call raises.
     """
-    console, call = Console(), Replay.load(folder)
+    console, call = Console(), Replay.load(folder, lambda file: file_module(file, "the failed call"))
     settings = _on_one_rank(call.settings)
     runtime = InlineRuntime(Trace(on_call=console.waiting))
     group = runtime.group(call.group, call.role, settings, Place(call.group))

@@ -15,11 +15,12 @@ SLOT = "slot"
 """The resource of a machine without accelerators: one for each rank it may hold, whatever the number of its cores."""
 SLOTS = 1024
 """Of a cluster of our own on a CPU."""
-INLINE_BYTES = 4096  # larger results stay in the object store of their node instead of passing through the driver
+INLINE_BYTES = 1024  # larger results stay in the object store of their node instead of passing through the driver
 SETTINGS = {
     "RAY_max_direct_call_object_size": str(INLINE_BYTES),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a host has an environment of its own: idle workers would serve nobody
 }
 
 
@@ -56,17 +57,15 @@ def connect() -> Cluster:
         os.environ.setdefault(name, value)
     own = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if own:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # what Ray chooses itself, but then tells at each start
         resources: dict[str, float] = {} if is_accelerated() else {SLOT: SLOTS}
         ray.init(
             address="local",
             resources=resources,
             include_dashboard=False,
             logging_level=logging.ERROR,
-            configure_logging=False,
         )
     elif not ray.is_initialized():
-        ray.init(address="auto", logging_level=logging.ERROR, configure_logging=False)
+        ray.init(address="auto", logging_level=logging.ERROR)
     there = ray.cluster_resources()
     return Cluster(next((name for name in (*ACCELERATORS, SLOT) if there.get(name)), "CPU"), own)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ....batch import Batch
+from ....columns import Kind
 from ...balance import balanced_parts, cost
 from ...batch_ref import BatchRef, PendingMetrics
 from ...group import Place, WorkerGroup
@@ -48,7 +48,7 @@ class RankCall:
         made = report.made
         rows = Placed([RayShard(self.made, self.host, self.number, made.rows)])
         columns = {
-            name: StoredColumn(name, kind, rows, known_in(known, kind, made.rows), size)
+            name: StoredColumn(name, Kind(kind), rows, known_in(known, Kind(kind), made.rows), size)
             for name, kind, known, size in made.columns
         }
         ids = unpacked(made.ids) if made.ids is not None or self.inputs is None else self.inputs.ids
@@ -56,7 +56,7 @@ class RankCall:
 
 
 class GroupCall:
-    """A method call to all ranks, from when it was sent. placed: rows of `inputs` that went to each part, if any did."""
+    """A method call to all ranks, once it was sent. placed: rows of `inputs` that went to each part, if any did."""
 
     def __init__(
         self, group: RayGroup, protocol: Protocol, span: Span, inputs: Batch | None, placed: Sequence[Ints] | None
@@ -80,7 +80,8 @@ class GroupCall:
             return made
         came = np.concatenate(self.placed)
         same = self.inputs.ids is not None and np.array_equal(made.ids, self.inputs.ids[came])
-        return made.take(np.argsort(came if same else made.ids, kind="stable")).with_metrics(made.metrics)
+        order = np.argsort(came if same else made.ids, kind="stable")
+        return made if (order == np.arange(len(order))).all() else made.take(order).with_metrics(made.metrics)
 
 
 class RayGroup(WorkerGroup):
@@ -191,5 +192,5 @@ def _tokens(rows: Batch) -> Ints | None:
 
 def _returned(role: type[Worker[Any]], method: str) -> str:
     """The name of the type that a method says it returns."""
-    kind = inspect.signature(getattr(role, method)).return_annotation
+    kind = getattr(role, method).__annotations__.get("return", "")
     return kind if isinstance(kind, str) else getattr(kind, "__name__", "")

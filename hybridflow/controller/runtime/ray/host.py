@@ -26,29 +26,24 @@ from ....columns import Array, Column
 from ....errors import BatchError
 from ...stored import Ints
 from ...worker import Worker
-from .cluster import INLINE_BYTES
+from .message import folded
 from .reports import Failure, Made, Report
 from .shards import DIRECTORY, HostKey, Inputs, Peer, Sent, rows_of
 
 GROUPS = {"compute": 1, "data": 1, "control": 4}
 FRAMES_SHOWN = 12
-FILLER = ""
-"""Beside the columns of what a call made: so large that, however small they are, they stay in the object store."""
 IN_COLLECTIVE = "torch/distributed/distributed_c10d"
-
-
-Message = tuple[Any, ...]
-"""Of a call that is reported: its number, the function, its arguments."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a host runs. devices: its accelerators, as Ray numbers them on the node."""
+    """Where a host runs. devices: its accelerators, as Ray numbers them on the node. log: what it writes errors to."""
 
     node: str
     address: str
     process: int
     devices: tuple[str, ...]
+    log: str
 
 
 @dataclass(frozen=True)
@@ -85,20 +80,23 @@ class Host:
 
     # ---- compute
     @ray.method(concurrency_group="compute", num_returns=2)
-    def run(self, message: Message) -> tuple[Report, dict[str, Column] | None]:
-        """A task, `task(workers, told, *args)`; a batch it returns stays here as the second value."""
+    def run(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Column] | None]:
+        """Of a call's number, a task and its arguments: `task(workers, told, *args)`; its `Report`, folded. A batch
+        that it returns stays here as the second value."""
         call, task, *args = message
         self._progress = None
         with self._noted(call):
-            return _reported(lambda: task(self._workers, self._told, *args), args)
+            report, blob = _reported(lambda: task(self._workers, self._told, *args), args)
+        return folded(report), blob
 
     # ---- data
     @ray.method(concurrency_group="data", num_returns=2)
-    def apply(self, message: Message) -> tuple[Report, dict[str, Column] | None]:
-        """A function of inputs."""
+    def apply(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Column] | None]:
+        """As `run`, of a call's number, a function and its inputs."""
         call, fn, inputs = message
         with self._noted(call):
-            return _reported(lambda: fn(*inputs.received()[0]), [inputs])
+            report, blob = _reported(lambda: fn(*inputs.received()[0]), [inputs])
+        return folded(report), blob
 
     # ---- control
     @ray.method(concurrency_group="control")
@@ -106,7 +104,8 @@ class Host:
         """Node, address and devices of this process."""
         context = ray.get_runtime_context()
         devices = tuple(str(each) for ids in context.get_accelerator_ids().values() for each in ids)
-        return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), devices)
+        log = os.readlink("/proc/self/fd/2")
+        return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), devices, log)
 
     @ray.method(concurrency_group="control")
     def free_port(self) -> int:
@@ -219,7 +218,7 @@ def _reported(run: Callable[[], Any], args: Sequence[Any]) -> tuple[Report, dict
         sent = [batch for each in args if isinstance(each, Inputs) for batch in each.batches]
         made = Made.of(value, _new_ids(value, sent))
         blob = {name: value.column(name) for name in value.names}
-        return Report(start, time.perf_counter() - began, made=made), {**blob, FILLER: np.empty(INLINE_BYTES, np.uint8)}
+        return Report(start, time.perf_counter() - began, made=made), blob
     except BaseException as error:  # SystemExit too: the process is the pool's, not the method's
         return Report(start, time.perf_counter() - began, failure=Failure.of(error)), None
 

@@ -12,41 +12,43 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from ....errors import HybridFlowError, WorkerError
+from .faults import GONE, failure_of
 from .host import State
-from .reports import Failure, Report
+from .message import folded, unfolded
+from .reports import Blame, Failure, Report
 from .shards import HostKey
 
 GRACE_S = 0.25  # after a failure, for causes that come later
-CAUSE_S = 4.0  # after failures in collectives alone, for the rank that caused them to be found dead
+CAUSE_S = 4.0  # after failures that are others' fault alone, for the rank that caused them to be found dead
 ASK_S = 2.0  # for a host to say what it is doing
 NEARLY = 0.9
 LOOK_S = 0.05  # between two looks at the calls that nobody waits for
 PROGRESS_S = 2.0  # between two looks at how far a call is
-GONE = "its process does not answer: the node is down, or cut off from this one"
-SILENT = "did not return within {timeout:g} s (run.call_timeout_s); it is at\n{stack}"
 
 
 @dataclass(eq=False)
 class HostHandle:
-    """A host, as the driver calls it. where: to name it in messages."""
+    """A host, as the driver calls it. where: to name it in messages. log: of its errors, a file on its node."""
 
     key: HostKey
     actor: Any
     where: str = ""
+    log: str = ""
 
 
 @dataclass
 class Call:
-    """A call that is under way. deadline: when it is looked at; time.monotonic()."""
+    """A call that is under way. deadline: when it is looked at; time.monotonic(). limit: the key behind timeout_s."""
 
     number: int
     name: str
     host: HostHandle
     timeout_s: float
     deadline: float
+    limit: str
 
     @property
     def where(self) -> str:
@@ -57,8 +59,9 @@ class Call:
 class Link:
     """Calls of one run. timeout_s: of each, from the moment it executes; None: no deadline.
 
-    counted: told kind (arguments, results, fetches), call and bytes of all that passes through the driver, where somebody
-    asks; costs a second serialisation. on_failure: called with the failed calls' numbers before the hosts are killed.
+    counted: told kind (arguments, results, fetches), call and bytes of all that passes through the driver, where
+    somebody asks; costs a second serialisation. on_failure: called with the failed calls' numbers before the hosts are
+    killed.
     """
 
     counted: ClassVar[Callable[[str, str, int], None] | None] = None
@@ -77,13 +80,14 @@ class Link:
     def submit(
         self, host: HostHandle, method: str, name: str, *args: Any, timeout_s: float | None = None
     ) -> tuple[Any, Any]:
-        """Send a call that is reported: (reference of the report, reference of what it made)."""
+        """Send a call that is reported: (reference of the report, reference of what it made). timeout_s: of a start."""
         if self._failed is not None:
             raise self._failed
         self._numbers += 1
-        limit = timeout_s or self.timeout_s or float("inf")
+        seconds = timeout_s or self.timeout_s or float("inf")
+        limit = "run.start_timeout_s" if timeout_s else "run.call_timeout_s"
         report, made = self._send(host, method, name, (self._numbers, *args))
-        self._under_way[report] = Call(self._numbers, name, host, limit, time.monotonic() + limit)
+        self._under_way[report] = Call(self._numbers, name, host, seconds, time.monotonic() + seconds, limit)
         return report, made
 
     def ask(self, host: HostHandle, method: str, *args: Any, timeout_s: float) -> Any:
@@ -104,9 +108,8 @@ class Link:
             seconds = max(0.0, min(self._seconds_left(), LOOK_S))
             ready, others = ray.wait(missing, num_returns=len(missing), timeout=seconds, fetch_local=False)
             self._settle(self._ready(0.0) if others else ready)
-            overdue = [call for call in self._under_way.values() if time.monotonic() >= call.deadline]
-            if overdue:
-                self._check_overdue(overdue)
+            if self._under_way and self._seconds_left() <= 0:
+                self._check_overdue(time.monotonic())
             if time.monotonic() - looked > PROGRESS_S:
                 self._show_progress([self._under_way[ref] for ref in reports if ref in self._under_way])
                 looked = time.monotonic()
@@ -158,7 +161,7 @@ class Link:
             return
         since = time.monotonic()
         while self._under_way:
-            grace = CAUSE_S if all(failure.collective for _, failure in failures) else GRACE_S
+            grace = CAUSE_S if all(failure.blame for _, failure in failures) else GRACE_S
             left = since + grace - time.monotonic()
             if left <= 0:
                 break
@@ -169,7 +172,7 @@ class Link:
         failures = []
         for ref, report in zip(ready, self._got(ready), strict=True):
             call = self._under_way.pop(ref)
-            self._count("results", call.name, report)
+            self._count("results", call.name, folded(report))
             self._reports[ref] = report
             if report.failure is not None:
                 failures.append((call, report.failure))
@@ -178,43 +181,45 @@ class Link:
     def _got(self, refs: Sequence[Any]) -> list[Report]:
         """Reports of calls that have returned, or why there is none."""
         try:
-            return list(ray.get(list(refs), timeout=ASK_S))
+            return [unfolded(report) for report in ray.get(list(refs), timeout=ASK_S)]
         except RayError:
-            return [_report(ref) for ref in refs]
+            return [_report(ref, self._under_way[ref].host) for ref in refs]
 
-    def _check_overdue(self, overdue: Sequence[Call]) -> None:
+    def _check_overdue(self, now: float) -> None:
         """Calls that have not executed for their whole time yet get the rest. Errors: the silent ranks, by name."""
-        states = {call.number: self._state(call) for call in overdue}
-        if all(_executed(call, states[call.number]) < call.timeout_s for call in overdue):
-            for call in overdue:
-                call.deadline = time.monotonic() + max(0.05, call.timeout_s - _executed(call, states[call.number]))
+        calls = list(self._under_way.values())
+        standing = list(zip(calls, self._states(calls), strict=True))
+        overdue = [(call, _executed(call, state)) for call, state in standing if call.deadline <= now]
+        if all(seconds < call.timeout_s for call, seconds in overdue):
+            for call, seconds in overdue:
+                call.deadline = time.monotonic() + max(0.05, call.timeout_s - seconds)
             return
         # those of its ranks that began a moment later are as silent as the first
-        silent = [(call, states.get(call.number) or self._state(call)) for call in self._under_way.values()]
-        self._fail([(call, _silence(call, s)) for call, s in silent if _executed(call, s) >= NEARLY * call.timeout_s])
+        silent = [(call, state) for call, state in standing if _executed(call, state) >= NEARLY * call.timeout_s]
+        self._fail([(call, _silence(call, state)) for call, state in silent])
 
     def _fail(self, failures: Sequence[tuple[Call, Failure]]) -> None:
         """Kill everything and raise the first cause."""
         silent: list[str] = []
-        if all(failure.collective for _, failure in failures):
-            waiting = [(call, self._state(call)) for call in self._under_way.values()]
+        if all(failure.blame for _, failure in failures):
+            failed = {call.number for call, _ in failures}
+            calls = [call for call in self._under_way.values() if call.number not in failed]
+            waiting = list(zip(calls, self._states(calls), strict=True))
             failures = [*failures, *((call, Failure(GONE)) for call, state in waiting if state is None)]
             silent = [f"{call.where} is at\n{state.stack}" for call, state in waiting if state is not None]
         self.on_failure([call.number for call, _ in failures])
         self.kill()
-        call, failure = min(failures, key=lambda pair: (pair[1].collective, pair[0].number))
+        call, failure = min(failures, key=lambda pair: (pair[1].blame, pair[0].number))
         others = [f"{other.where}: {why.message}" for other, why in failures if other.host is not call.host]
         self._under_way.clear()
         self._failed = _raised(call, failure, [*others, *silent])
         raise self._failed
 
-    def _state(self, call: Call) -> State | None:
-        """How a call stands on its host; None if that does not answer."""
-        try:
-            state: State = self.ask(call.host, "state", call.number, timeout_s=ASK_S)
-        except RayError:
-            return None
-        return state
+    def _states(self, calls: Sequence[Call]) -> list[State | None]:
+        """How calls stand on their hosts, all asked at once; None for one that does not answer."""
+        refs = [self._send(call.host, "state", "state", call.number) for call in calls]
+        answered = set(ray.wait(refs, num_returns=len(refs), timeout=ASK_S)[0]) if refs else set()
+        return [_state(ref) if ref in answered else None for ref in refs]
 
     def _show_progress(self, calls: Sequence[Call]) -> None:
         """Of the first of these calls."""
@@ -226,16 +231,20 @@ class Link:
             self._on_progress(*progress)
 
 
-def _report(ref: Any) -> Report:
+def _report(ref: Any, host: HostHandle) -> Report:
     try:
-        report: Report = ray.get(ref, timeout=ASK_S)
-    except GetTimeoutError:
-        return Report(0, 0.0, failure=Failure("its report did not arrive"))
-    except RayActorError as error:
-        return Report(0, 0.0, failure=Failure(f"the process died: {_how(error)}"))
+        report: Report = unfolded(ray.get(ref, timeout=ASK_S))
     except RayError as error:
-        return Report(0, 0.0, failure=Failure(f"{type(error).__name__}: {_first_line(error)}", str(error)))
+        return Report(0, 0.0, failure=failure_of(error, host.log))
     return report
+
+
+def _state(ref: Any) -> State | None:
+    try:
+        state: State = ray.get(ref, timeout=ASK_S)
+    except RayError:
+        return None
+    return state
 
 
 def _executed(call: Call, state: State | None) -> float:
@@ -244,11 +253,10 @@ def _executed(call: Call, state: State | None) -> float:
 
 
 def _silence(call: Call, state: State | None) -> Failure:
+    late = f"did not return within {call.timeout_s:g} s ({call.limit})"
     if state is None:
-        return Failure(
-            f"did not return within {call.timeout_s:g} s (run.call_timeout_s), and its process does not answer"
-        )
-    return Failure(SILENT.format(timeout=call.timeout_s, stack=state.stack), collective=state.collective)
+        return Failure(f"{late}, and its process does not answer")
+    return Failure(f"{late}; it is at\n{state.stack}", blame=Blame.COLLECTIVE if state.collective else Blame.OWN)
 
 
 def _raised(call: Call, failure: Failure, others: Sequence[str]) -> HybridFlowError:
@@ -258,16 +266,3 @@ def _raised(call: Call, failure: Failure, others: Sequence[str]) -> HybridFlowEr
         return failure.error
     parts = [failure.message, failure.traceback.rstrip(), *(["Beside it:", *others] if others else [])]
     return WorkerError("\n".join(part for part in parts if part), where=call.where)
-
-
-def _how(error: RayActorError) -> str:
-    """How an actor died, in one line."""
-    text = str(error)
-    for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
-        if mark in text:
-            return text.split(mark)[1].split("Some common")[0].strip().splitlines()[0]
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

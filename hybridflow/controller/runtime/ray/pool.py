@@ -45,8 +45,8 @@ class Pool:
         found.sort(key=lambda pair: (pair[1].node, [(len(d), d) for d in pair[1].devices], pair[0].key[1]))
         for rank, (handle, where) in enumerate(found):
             handle.key = (self.place.pool, rank)
-            handle.where = f"process {where.process} on {where.address}"
-            DIRECTORY.peers[handle.key] = Peer(handle.actor, where.node)
+            handle.where, handle.log = f"process {where.process} on {where.address}", where.log
+            DIRECTORY.peers[handle.key] = Peer(handle.actor, where.node, handle.where)
         self.hosts = [handle for handle, _ in found]
         self._join(link, found[0][1], max(Counter(where.node for _, where in found).values()), seed, until)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ....batch import Batch
-from ....columns import Array, Kind, Ragged, kind_of, objects, spec_of
+from ....columns import Array, Column, Kind, Ragged, kind_of, objects, spec_of
 from ....device import is_collective_error
-from ....errors import HybridFlowError
+from ....errors import HybridFlowError, WorkerError
 from ...trace import nbytes
 from ...wire import packed, unpacked
 
@@ -19,17 +20,28 @@ NO_VALUE = "no value"
 """Known of objects of which no row has one."""
 
 
+class Blame(IntEnum):
+    """Whose fault a failure is, as far as it can be seen where it happened; of several, the first is the cause."""
+
+    OWN = 0
+    UPSTREAM = 1
+    """Of a host whose rows it wanted."""
+    COLLECTIVE = 2
+    """Of some other rank, seen in a collective."""
+
+
+class LostRowsError(WorkerError):
+    """Rows that another host made cannot be read: that host, or its node, is the cause."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Why a call did not return. error: of ours, as it was raised; None for any other, which `message` tells.
-
-    collective: other ranks' fault, seen in a collective; so it is the cause only if nothing else is.
-    """
+    """Why a call did not return. error: of ours, as it was raised; None for any other, which `message` tells."""
 
     message: str
     traceback: str = ""
     error: HybridFlowError | None = None
-    collective: bool = False
+    blame: Blame = Blame.OWN
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -37,7 +49,7 @@ class Failure:
         text = "".join(traceback.format_exception(error))
         ours = _portable(error) if isinstance(error, HybridFlowError) else None
         message = traceback.format_exception_only(error)[-1].strip()[:MESSAGE_LENGTH]
-        return Failure(message, text, ours, is_collective_error(error))
+        return Failure(message, text, ours, _blame(error))
 
 
 class Made(NamedTuple):
@@ -49,16 +61,16 @@ class Made(NamedTuple):
 
     rows: int
     ids: Any
-    columns: Sequence[tuple[str, Kind, Any, float]]
+    columns: Sequence[tuple[str, str, Any, float]]
     metrics: dict[str, float]
 
     @staticmethod
     def of(batch: Batch, ids: Array | None) -> Made:
         """Of a batch whose columns are here."""
-        columns = [
-            (name, kind_of(column := batch.column(name)), known_of(batch, name), nbytes(column) / max(1, len(batch)))
-            for name in batch.names
-        ]
+        columns = []
+        for name in batch.names:
+            column = batch.column(name)
+            columns.append((name, kind_of(column).value, known_of(name, column), nbytes(column) / max(1, len(batch))))
         return Made(len(batch), packed(ids), columns, dict(batch.metrics))
 
 
@@ -72,10 +84,9 @@ class Report(NamedTuple):
     failure: Failure | None = None
 
 
-def known_of(batch: Batch, name: str) -> Any:
+def known_of(name: str, column: Column) -> Any:
     """What the driver gets to know of a column: one value a row of a dense one, lengths of a ragged one unless they are
     those of response_ids, of objects that none has a value."""
-    column = batch.column(name)
     if isinstance(column, Ragged):
         spec = spec_of(name)
         follows = spec is not None and spec.aligned is not None
@@ -89,6 +100,12 @@ def known_in(value: Any, kind: Kind, rows: int) -> Array | None:
     """What `known_of` said, as a stored column wants it."""
     known: Array | None = objects([None] * rows) if kind is Kind.OBJECTS and value == NO_VALUE else unpacked(value)
     return known
+
+
+def _blame(error: BaseException) -> Blame:
+    if isinstance(error, LostRowsError):
+        return Blame.UPSTREAM
+    return Blame.COLLECTIVE if is_collective_error(error) else Blame.OWN
 
 
 def _portable(error: HybridFlowError) -> HybridFlowError:

@@ -19,9 +19,12 @@ from ...worker import Worker
 from .cluster import Cluster, connect, disconnect
 from .group import GroupCall, RankCall, RayGroup
 from .link import HostHandle, Link
+from .message import send_user_files_by_value
 from .pool import CONTROL_S, Pool, check_slots
 from .reports import Report
 from .shards import DIRECTORY, HostKey, Inputs
+
+KEEP_S = 3.0  # for each read of what a failed call was given, from hosts of which some may be gone
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class RayRuntime(Runtime):
 
         Errors: ConfigError for what the cluster could never hold.
         """
+        send_user_files_by_value()
         if self._pools[place.pool].hosts:
             return
         cluster, until = self._connected(), time.monotonic() + self._deadlines.start_s
@@ -160,6 +164,7 @@ class RayRuntime(Runtime):
         found = next((self._under_way[number][1] for number in sorted(numbers) if number in self._under_way), None)
         if found is None:
             return
+        DIRECTORY.read_s = KEEP_S
         try:
             found.save(self._failure_folder)
             self._say(f"what {found.name} was given is kept: hybridflow replay {self._failure_folder}")
