@@ -34,7 +34,7 @@ demo: core ## GRPO on arithmetic with a tiny model, a few minutes; ends with its
 smollm2: core ## SmolLM2-135M-Instruct as a Hugging Face folder, for model=smollm2
 	@.venv/bin/python -m hybridflow.workers.models.smollm2
 
-test: test-env ## every test
+test: test-env verl-env ## every test
 	@$(test_env)/python -m pytest
 
 unit: test-env ## the tests without engines and Ray

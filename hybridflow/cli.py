@@ -25,7 +25,7 @@ HELP = f"""usage: {USAGE}
 Recipes (or path/to/file.py:NAME for your own):
 {{recipes}}
   doctor      what this machine has, which engines work, and what to type where one does not
-  replay      a failed call once more, on one rank in this process, where breakpoints work
+  replay      a failed call once more, in this process and with your files as they are now: breakpoints work
 
 Keys most often set:
   model.path=PATH             Hugging Face folder or hub name; or model=smollm2

@@ -114,5 +114,5 @@ def test_a_prompt_that_fills_the_models_context_is_left_out_and_said(tiny_model:
     made = rows_of("data.path=memory", "data.max_prompt_tokens=9999", rows=rows, model=tiny_model, context=None)
     assert len(made.draw("prompts", 6)) == 6
     assert made.epoch == 1.0
-    [notice] = made.info.notices
+    notice = made.info.notices[0]
     assert "1 of 7 prompts are longer than the model's max_position_embeddings=4096 leaves room for" in notice

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -209,6 +210,8 @@ def _two_nodes(folder: Path) -> dict[str, Any]:
     made = plain.repeat(batch, 1)
     hosts, found = hosts_of(os.getpid()), _rows_across(plain, batch, made)
     found["far"] = next(rank for (_, rank), peer in DIRECTORY.peers.items() if peer.node == other.node_id)
+    raylet = other.all_processes["raylet"][0].process
+    threading.Thread(target=raylet.wait).start()  # else it stays as a zombie, which its workers take to be alive
     began = time.monotonic()
     try:
         len(faulty.fail_on(made, "node", found["far"]))
@@ -231,8 +234,12 @@ def _rows_across(plain: Plain, batch: Batch, made: Batch) -> dict[str, Any]:
     locations = ray.experimental.get_object_locations
     sizes: list[int] = []
     DIRECTORY.fetched = lambda names, nbytes: sizes.append(nbytes)
-    found: dict[str, Any] = {"expected": _tokens_and_text(None, batch)}
-    found["read"] = plain.on_ranks(_tokens_and_text, made.select("response_ids", "text"))
+
+    def tokens_and_text(worker: Any, rows: Batch) -> tuple[list[list[int]], list[str]]:
+        return [tokens.tolist() for tokens in rows.ragged("response_ids")], rows.array("text").tolist()
+
+    found: dict[str, Any] = {"expected": tokens_and_text(None, batch)}
+    found["read"] = plain.on_ranks(tokens_and_text, made.select("response_ids", "text"))
     for what, part in {"three rows": made.take([0, 150, 399]), "all rows": made.take(np.arange(400))}.items():
         sizes.clear()
         part.fetch("response_ids")
@@ -244,12 +251,9 @@ def _rows_across(plain: Plain, batch: Batch, made: Batch) -> dict[str, Any]:
     return found
 
 
-def _tokens_and_text(worker: Any, batch: Batch) -> tuple[list[list[int]], list[str]]:
-    return [tokens.tolist() for tokens in batch.ragged("response_ids")], batch.array("text").tolist()
-
-
 def test_a_full_object_store_is_named_with_its_host_and_the_remedy(tmp_path: Path) -> None:
-    error, seconds, gone = apart(_full_store, tmp_path)
+    unsent, error, seconds, gone = apart(_full_store, tmp_path)
+    assert re.match("what large.look is given does not fit: the object store of the driver's node is full", unsent)
     assert re.match(r"large\.look, rank 0 \(process \d+ on .*\): what pool rank 0 \(process \d+ on .*\) made", error)
     assert "the object store of its node is full" in error
     assert "data.rows_per_step" in error and "--object-store-memory" in error
@@ -257,7 +261,7 @@ def test_a_full_object_store_is_named_with_its_host_and_the_remedy(tmp_path: Pat
     assert gone
 
 
-def _full_store(folder: Path) -> tuple[str, float, bool]:
+def _full_store(folder: Path) -> tuple[str, str, float, bool]:
     os.environ.update(SETTINGS)
     config = {
         "automatic_object_spilling_enabled": False,
@@ -276,7 +280,11 @@ def _full_store(folder: Path) -> tuple[str, float, bool]:
     runtime, layout = runtime_in(folder, call_s=DEADLINE_S), ParallelLayout()
     large = Large(layout, "large", group=runtime.group("large", Large, layout, Place("pool")))
     large.look(large.make(rows(2), megabytes=1))
-    hosts, began, said = hosts_of(os.getpid()), time.monotonic(), ""
+    try:
+        large.look(Batch({"large": np.ones((2, 100 << 17))}, rows(2).ids))
+    except WorkerError as error:
+        unsent = str(error)
+    hosts, began = hosts_of(os.getpid()), time.monotonic()
     try:
         len(large.look(large.make(rows(2), megabytes=100)))
     except WorkerError as error:
@@ -284,7 +292,7 @@ def _full_store(folder: Path) -> tuple[str, float, bool]:
     seconds, gone = time.monotonic() - began, gone_within(hosts, 1.0)
     runtime.close()
     ray.shutdown()
-    return said, seconds, gone
+    return unsent, said, seconds, gone
 
 
 def test_two_jobs_share_a_cluster_while_there_is_room_and_the_second_is_told_when_there_is_none(
@@ -322,16 +330,25 @@ def test_a_debugged_rank_waits_for_its_debugger_at_each_call_and_nothing_is_over
     command = [sys.executable, "-m", "tests.crash", str(tiny_model), str(tmp_path / "run"), "nowhere", "0", *words]
     run = subprocess.Popen(command, cwd=REPOSITORY, stdout=PIPE, stderr=STDOUT, text=True)
     assert run.stdout is not None
-    stopped_in = []
+    calls = []
     for line in run.stdout:
-        if found := re.search(r"RemotePdb session open at 127\.0\.0\.1:(\d+)", line):
-            with socket.create_connection(("127.0.0.1", int(found[1]))) as debugger:
+        if found := re.search(r"actor\.(\w+) waits for a debugger on [\d.]+: nc (\S+) (\d+)", line):
+            with _connected(found[2], int(found[3])) as debugger:
                 _prompt(debugger)
                 debugger.sendall(b"p method\n")
-                stopped_in.append(_prompt(debugger))
+                calls.append((found[1], _prompt(debugger)))
                 debugger.sendall(b"c\n")
     assert run.wait(timeout=120) == 0
-    assert stopped_in == ["'sync'", "'sample'", "'score_tokens'", "'step'", "'step'"]
+    assert calls == [(name, repr(name)) for name in ("sync", "sample", "score_tokens", "step", "step")]
+
+
+def _connected(address: str, port: int) -> socket.socket:
+    """To a debugger that is about to listen."""
+    while True:
+        try:
+            return socket.create_connection((address, port))
+        except ConnectionRefusedError:
+            os.sched_yield()
 
 
 def _prompt(debugger: socket.socket) -> str:
@@ -340,3 +357,22 @@ def _prompt(debugger: socket.socket) -> str:
     while not said.endswith(b"(Pdb) "):
         said += debugger.recv(1000)
     return said.removesuffix(b"(Pdb) ").decode().strip()
+
+
+def test_processes_that_cannot_start_are_told(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(variable: str, value: str) -> None:
+        monkeypatch.setitem(SETTINGS, variable, value)
+        runtime = runtime_in(tmp_path, start_s=6.0)
+        plain = Plain(ParallelLayout(), "plain", group=runtime.group("plain", Plain, ParallelLayout(), Place("pool")))
+        try:
+            plain.stage()
+        finally:
+            runtime.close()
+
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch on this node')")
+    with pytest.raises(WorkerError, match=r"a process of pool did not start: .*there is no torch on this node"):
+        start("PYTHONPATH", str(tmp_path))
+    with pytest.raises(WorkerError, match=r"a process of pool did not start in time \(run\.start_timeout_s\)"):
+        start("PYTHONHOME", "/nowhere")

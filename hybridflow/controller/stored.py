@@ -56,8 +56,9 @@ class Placed(StoredRows):
     def joined(self, others: Sequence[StoredRows]) -> Placed:
         every = [self, *(other for other in others if isinstance(other, Placed))]
         number = {shard: i for i, shard in enumerate(dict.fromkeys(s for rows in every for s in rows.shards))}
-        shard = [np.array([number[s] for s in rows.shards])[rows.where()[0]] for rows in every]
-        return _placed(list(number), np.concatenate(shard), np.concatenate([rows.where()[1] for rows in every]))
+        where = [rows.where() for rows in every]
+        shard = [np.array([number[s] for s in rows.shards])[at] for rows, (at, _) in zip(every, where, strict=True)]
+        return _placed(list(number), np.concatenate(shard), np.concatenate([row for _, row in where]))
 
     def read(self, names: Sequence[str]) -> dict[str, Column]:
         """These columns of all rows, in their order."""

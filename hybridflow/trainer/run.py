@@ -250,11 +250,8 @@ class Run:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        from ..workers.models.loading import load_tokenizer, model_path  # brings torch: not for --cfg or a typo
+        from ..workers.models.loading import load_tokenizer  # brings torch: not for --cfg or a typo
 
-        given = self.config.model.path
-        if model_path(given) != given:
-            self.console.say(f"model.path={given}: {model_path(given)}")
         return load_tokenizer(self.config.model)
 
     @cached_property
@@ -312,12 +309,15 @@ class Run:
     def _start(self, validate: Rollout | None) -> bool:
         """Whether anything is left to do; if so, everything declared is up and restored."""
         from ..device import seed_everything  # brings torch
+        from ..workers.models.loading import model_path
 
         self._check_roles()
         self._began = time.perf_counter()
         if self._saved is not None and self._resumed_from is not None:
             check_same_run(self._saved, comparable(self.config), self._rows.info.fingerprint, self._resumed_from)
         self._prepare_folder()
+        if (found := model_path(self.config.model.path)) != self.config.model.path:
+            self.console.say(f"model.path={self.config.model.path}: {found}")
         rows, n, kind = self.config.data.rows_per_step, self.sampling.n, self.config.data.kind
         self.console.say(plan(rows, n, self._optimizer_steps_a_step, kind, self.total_steps))
         seed_everything(self.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ray.exceptions import (
@@ -20,13 +21,17 @@ from .reports import Failure, LostRowsError
 
 GONE = "its process does not answer: it died, or its node is down or cut off from this one"
 UNSAID = "connection error code 2"  # all that Ray knows of a process that ended without a word
-KILLED = "killed (SIGKILL; when memory runs out, by the kernel), or it exited by itself"
+KILLED = (
+    "killed (SIGKILL; when memory runs out, by the kernel), or it exited by itself; its last words may be in {log}, "
+    "on its node"
+)
 CRASH = "Fatal Python error:"
 STORE_FULL = (
-    "what {host} made does not fit: the object store of its node is full, and so is the disk it spills to. Take fewer "
-    "rows a step (data.rows_per_step, sampling.n), free that disk (/tmp/ray), or give the store more memory "
+    "{what} does not fit: the object store of {whose} node is full, and so is the disk it spills to. Take fewer rows a "
+    "step (data.rows_per_step, sampling.n), free that disk (/tmp/ray), or give the store more memory "
     "(ray start --object-store-memory=BYTES)."
 )
+COLOUR = re.compile(r"\x1b\[\d+m")  # Ray's, in tracebacks
 
 
 def failure_of(error: RayError, log: str) -> Failure:
@@ -37,18 +42,33 @@ def failure_of(error: RayError, log: str) -> Failure:
         return Failure(f"{GONE} ({_first_line(error)})")
     if isinstance(error, RayActorError):
         return _death(error, log)
-    return Failure(_named(error), str(error))
+    return Failure(_named(error), COLOUR.sub("", str(error)))
 
 
 def unreadable(error: RayError, host: str) -> WorkerError:
     """Why rows that a host made cannot be read."""
     if isinstance(error, (ObjectStoreFullError, OutOfDiskError)):
-        return WorkerError(STORE_FULL.format(host=host))
+        return WorkerError(STORE_FULL.format(what=f"what {host} made", whose="its"))
     if isinstance(error, GetTimeoutError):
         return LostRowsError(f"rows that {host} made did not come in time.")
     if isinstance(error, (RayActorError, ObjectLostError)):
         return LostRowsError(f"rows that {host} made are lost: {GONE}.")
     return WorkerError(f"rows that {host} made cannot be read: {_named(error)}")
+
+
+def unsent(error: RayError, call: str) -> WorkerError:
+    """Why a call could not be made."""
+    if isinstance(error, (ObjectStoreFullError, OutOfDiskError)):
+        return WorkerError(STORE_FULL.format(what=f"what {call} is given", whose="the driver's"))
+    return WorkerError(f"{call} could not be sent: {_named(error)}")
+
+
+def unstarted(error: RayError, pool: str) -> WorkerError:
+    """Why a process of a pool has not come up."""
+    if isinstance(error, GetTimeoutError):
+        return WorkerError(f"a process of {pool} did not start in time (run.start_timeout_s).")
+    *_, last = str(error).strip().splitlines()
+    return WorkerError(COLOUR.sub("", f"a process of {pool} did not start: {last.strip()}\n{error}"))
 
 
 def _death(error: RayActorError, log: str) -> Failure:
@@ -57,7 +77,7 @@ def _death(error: RayActorError, log: str) -> Failure:
         what, _, stack = crash.partition("\n")
         return Failure(f"the process died: {what}", stack.strip())
     how = _how(error)
-    return Failure(f"the process died: {KILLED if UNSAID in how else how}; what it wrote last is in {log}, on its node")
+    return Failure(f"the process died: {KILLED.format(log=log) if UNSAID in how else how}")
 
 
 def _how(error: RayActorError) -> str:

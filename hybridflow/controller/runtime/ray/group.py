@@ -22,8 +22,9 @@ from ...trace import Span
 from ...wire import unpacked
 from ...worker import Worker
 from . import host as tasks
+from .message import sent
 from .reports import Report, known_in
-from .shards import HostKey, Inputs, RayShard
+from .shards import HostKey, RayShard
 
 if TYPE_CHECKING:
     from .runtime import RayRuntime
@@ -110,9 +111,9 @@ class RayGroup(WorkerGroup):
         named = {name: _cut(value, inputs, placed) for name, value in kwargs.items()}
         for rank, (own, own_named) in enumerate(protocol.distribute(self.layout, parts, named)):
             batch = next((value for value in (*own, *own_named.values()) if isinstance(value, Batch)), None)
-            sent = Inputs(own, own_named)
             task = tasks.debug if self.runtime.debug == (self.name, rank) else tasks.call
-            call.ranks.append(self.runtime.submit(self, rank, method, task, self.name, method, sent, inputs=batch))
+            wire = sent(own, own_named)
+            call.ranks.append(self.runtime.submit(self, rank, method, task, self.name, method, *wire, inputs=batch))
         self.runtime.remember(call, Replay(self.name, self.role, self.settings, method, tuple(args), dict(kwargs)))
         kind = _returned(self.role, method)
         if kind in ("Batch", "BatchRef"):
@@ -124,7 +125,7 @@ class RayGroup(WorkerGroup):
         chosen = range(self.layout.size) if ranks is None else ranks
         for rank in chosen:
             self.layout.coordinates(rank)  # raises for a rank that is none
-        return self._together("on_ranks", tasks.apply, lambda rank: (self.name, fn, Inputs(args)), chosen)
+        return self._together("on_ranks", tasks.apply, lambda rank: (self.name, fn, *sent(args)), chosen)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,20 +15,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from ....batch import Batch
-from ....columns import Array, Column
-from ....errors import BatchError
+from ....columns import Column
 from ...stored import Ints
 from ...worker import Worker
-from .message import folded
+from .message import Inputs, folded
 from .reports import Failure, Made, Report
-from .shards import DIRECTORY, HostKey, Inputs, Peer, Sent, rows_of
+from .shards import DIRECTORY, HostKey, Peer, rows_of
 
 GROUPS = {"compute": 1, "data": 1, "control": 4}
 FRAMES_SHOWN = 12
@@ -86,17 +85,18 @@ class Host:
         call, task, *args = message
         self._progress = None
         with self._noted(call):
-            report, blob = _reported(lambda: task(self._workers, self._told, *args), args)
-        return folded(report), blob
+            run = TASKS[task] if isinstance(task, str) else task
+            report, blob = _reported(lambda: run(self._workers, self._told, *args))
+        return folded(report.wire), blob
 
     # ---- data
     @ray.method(concurrency_group="data", num_returns=2)
     def apply(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Column] | None]:
         """As `run`, of a call's number, a function and its inputs."""
-        call, fn, inputs = message
+        call, fn, *wire = message
         with self._noted(call):
-            report, blob = _reported(lambda: fn(*inputs.received()[0]), [inputs])
-        return folded(report), blob
+            report, blob = _reported(lambda: _applied(fn, Inputs(*wire)))
+        return folded(report.wire), blob
 
     # ---- control
     @ray.method(concurrency_group="control")
@@ -110,10 +110,7 @@ class Host:
     @ray.method(concurrency_group="control")
     def free_port(self) -> int:
         """A port of this node that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-        return port
+        return _free_port()
 
     @ray.method(concurrency_group="control")
     def meet(self, node: str, peers: Mapping[HostKey, Peer]) -> None:
@@ -177,25 +174,27 @@ def build(workers: Workers, told: Told, name: str, role: type[Worker[Any]], sett
     workers[name] = worker
 
 
-def call(workers: Workers, told: Told, name: str, method: str, args: Inputs) -> Any:
+def call(workers: Workers, told: Told, name: str, method: str, *wire: Any) -> Any:
     """A method of the group's worker."""
-    positional, named = args.received()
-    return getattr(workers[name], method)(*positional, **named)
+    return _applied(getattr(workers[name], method), Inputs(*wire))
 
 
-def debug(workers: Workers, told: Told, name: str, method: str, args: Inputs) -> Any:
+def debug(workers: Workers, told: Told, name: str, method: str, *wire: Any) -> Any:
     """`call`, once somebody has connected with the debugger that this opens; where to is printed."""
     from remote_pdb import RemotePdb
 
-    positional, named = args.received()
-    function = getattr(workers[name], method)
-    RemotePdb("127.0.0.1", 0).set_trace()  # `s` steps into the call below
-    return function(*positional, **named)
+    inputs = Inputs(*wire)
+    positional, named = inputs.received()
+    function, port = getattr(workers[name], method), _free_port()
+    print(f"{name}.{method} waits for a debugger on {ray.util.get_node_ip_address()}: nc 127.0.0.1 {port}", flush=True)
+    RemotePdb("127.0.0.1", port, quiet=True).set_trace()  # `s` steps into the call below
+    made = function(*positional, **named)
+    return inputs.returned(made)
 
 
-def apply(workers: Workers, told: Told, name: str, fn: Callable[..., Any], args: Inputs) -> Any:
+def apply(workers: Workers, told: Told, name: str, fn: Callable[..., Any], *wire: Any) -> Any:
     """A function of the group's worker."""
-    return fn(workers[name], *args.received()[0])
+    return _applied(partial(fn, workers[name]), Inputs(*wire))
 
 
 def save(workers: Workers, told: Told, name: str, folder: Path) -> None:
@@ -208,30 +207,35 @@ def load(workers: Workers, told: Told, name: str, folder: Path) -> None:
     workers[name].load_rank(folder)
 
 
+TASKS: dict[str, Callable[..., Any]] = {task.__name__: task for task in (join, build, call, debug, apply, save, load)}
+
+
+def sent_as(task: Callable[..., Any]) -> Any:
+    """The name of one of these, which is shorter; any other task itself."""
+    name = getattr(task, "__name__", "")
+    return name if TASKS.get(name) is task else task
+
+
 # ---- inside
-def _reported(run: Callable[[], Any], args: Sequence[Any]) -> tuple[Report, dict[str, Column] | None]:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _applied(fn: Callable[..., Any], inputs: Inputs) -> Any:
+    positional, named = inputs.received()
+    return inputs.returned(fn(*positional, **named))
+
+
+def _reported(run: Callable[[], Any]) -> tuple[Report, dict[str, Column] | None]:
     start, began = time.time_ns(), time.perf_counter()
     try:
         value = run()
         if not isinstance(value, Batch):
             return Report(start, time.perf_counter() - began, value), None
-        sent = [batch for each in args if isinstance(each, Inputs) for batch in each.batches]
-        made = Made.of(value, _new_ids(value, sent))
-        blob = {name: value.column(name) for name in value.names}
+        made, blob = Made.of(value), {name: value.column(name) for name in value.names}
         return Report(start, time.perf_counter() - began, made=made), blob
     except BaseException as error:  # SystemExit too: the process is the pool's, not the method's
         return Report(start, time.perf_counter() - began, failure=Failure.of(error)), None
-
-
-def _new_ids(made: Batch, sent: Sequence[Sent]) -> Array | None:
-    """Identities of rows that did not come in; None if the rows are those that came in.
-
-    Errors: BatchError for a method that dropped, added or reordered the rows it was given.
-    """
-    if made.ids is not None and not any(each.made_of(made.ids) for each in sent):
-        return made.ids
-    if made.ids is None and sent and len(made) != sent[0].rows:
-        raise BatchError(f"{len(made)} rows came out where {sent[0].rows} went in, without identities of their own.")
-    if made.ids is not None and not any(np.array_equal(made.ids, each.ids) for each in sent):
-        raise BatchError("the rows that went in came out as others: a worker never drops, adds or reorders rows.")
-    return None

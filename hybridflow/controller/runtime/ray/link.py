@@ -15,9 +15,10 @@ import ray
 from ray.exceptions import RayError
 
 from ....errors import HybridFlowError, WorkerError
-from .faults import GONE, failure_of
+from .cluster import INLINE_BYTES
+from .faults import GONE, failure_of, unsent
 from .host import State
-from .message import folded, unfolded
+from .message import unfolded
 from .reports import Blame, Failure, Report
 from .shards import HostKey
 
@@ -106,8 +107,11 @@ class Link:
         looked = time.monotonic()
         while missing := [ref for ref in reports if ref not in self._reports]:
             seconds = max(0.0, min(self._seconds_left(), LOOK_S))
-            ready, others = ray.wait(missing, num_returns=len(missing), timeout=seconds, fetch_local=False)
-            self._settle(self._ready(0.0) if others else ready)
+            try:
+                ready, said = missing, ray.get(missing, timeout=seconds)
+            except RayError:  # not all in time, or one of them failed
+                ready, said = self._ready(0.0), None
+            self._settle(ready, said)
             if self._under_way and self._seconds_left() <= 0:
                 self._check_overdue(time.monotonic())
             if time.monotonic() - looked > PROGRESS_S:
@@ -134,7 +138,10 @@ class Link:
     # ---- Ray itself
     def _send(self, host: HostHandle, method: str, name: str, *args: Any) -> Any:
         self._count("arguments", name, *args)
-        return getattr(host.actor, method).remote(*args)
+        try:
+            return getattr(host.actor, method).remote(*args)
+        except RayError as error:
+            raise unsent(error, name) from error
 
     def _count(self, kind: str, name: str, *values: Any) -> None:
         if Link.counted is not None:
@@ -154,9 +161,9 @@ class Link:
     def _seconds_left(self) -> float:
         return min(call.deadline for call in self._under_way.values()) - time.monotonic()
 
-    def _settle(self, ready: Sequence[Any]) -> None:
-        """Take the reports of calls that have returned. Errors: the cause, if one failed."""
-        failures = self._taken(ready)
+    def _settle(self, ready: Sequence[Any], said: Sequence[Any] | None = None) -> None:
+        """Take the reports of calls that have returned; `said`, if they were read. Errors: the cause, if one failed."""
+        failures = self._taken(ready, said)
         if not failures:
             return
         since = time.monotonic()
@@ -168,20 +175,22 @@ class Link:
             failures += self._taken(self._ready(left))
         self._fail(failures)
 
-    def _taken(self, ready: Sequence[Any]) -> list[tuple[Call, Failure]]:
+    def _taken(self, ready: Sequence[Any], said: Sequence[Any] | None = None) -> list[tuple[Call, Failure]]:
         failures = []
-        for ref, report in zip(ready, self._got(ready), strict=True):
-            call = self._under_way.pop(ref)
-            self._count("results", call.name, folded(report))
+        for ref, wire in zip(ready, said or self._got(ready), strict=True):
+            call, report = self._under_way.pop(ref), Report.of(unfolded(wire))
+            self._count("results", call.name, wire)
+            if report.made is not None and report.made.nbytes < INLINE_BYTES and Link.counted is not None:
+                Link.counted("results", call.name, report.made.nbytes)  # Ray sent the rows along
             self._reports[ref] = report
             if report.failure is not None:
                 failures.append((call, report.failure))
         return failures
 
-    def _got(self, refs: Sequence[Any]) -> list[Report]:
-        """Reports of calls that have returned, or why there is none."""
+    def _got(self, refs: Sequence[Any]) -> list[Any]:
+        """Folded reports of calls that have returned, or why there is none."""
         try:
-            return [unfolded(report) for report in ray.get(list(refs), timeout=ASK_S)]
+            return list(ray.get(list(refs), timeout=ASK_S))
         except RayError:
             return [_report(ref, self._under_way[ref].host) for ref in refs]
 
@@ -231,12 +240,11 @@ class Link:
             self._on_progress(*progress)
 
 
-def _report(ref: Any, host: HostHandle) -> Report:
+def _report(ref: Any, host: HostHandle) -> Any:
     try:
-        report: Report = unfolded(ray.get(ref, timeout=ASK_S))
+        return ray.get(ref, timeout=ASK_S)
     except RayError as error:
         return Report(0, 0.0, failure=failure_of(error, host.log))
-    return report
 
 
 def _state(ref: Any) -> State | None:
@@ -253,7 +261,7 @@ def _executed(call: Call, state: State | None) -> float:
 
 
 def _silence(call: Call, state: State | None) -> Failure:
-    late = f"did not return within {call.timeout_s:g} s ({call.limit})"
+    late = f"did not return within {round(call.timeout_s, 1):g} s ({call.limit})"
     if state is None:
         return Failure(f"{late}, and its process does not answer")
     return Failure(f"{late}; it is at\n{state.stack}", blame=Blame.COLLECTIVE if state.collective else Blame.OWN)

@@ -1,18 +1,100 @@
-"""What passes between the driver and its hosts, in few bytes."""
+"""What passes between the driver and its hosts, in few bytes: arguments of calls, reports, references of rows."""
 
 from __future__ import annotations
 
 import pickle
 import sys
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import ray.cloudpickle
 
+from ....batch import Batch
+from ....columns import Array, Kind
+from ....errors import BatchError
+from ...stored import Placed, StoredColumn
+from ...wire import packed, unpacked
+from .shards import RayShard
+
+SEVERAL = 3  # references, which have much in common
 SMALL, LARGE = 256, 1 << 20
 """Bytes: what has fewer gains little by compression; what has more takes longer to compress than to send."""
 PICKLE = b"\x80"  # the first byte of every pickle, and of no compressed one
+
+
+class Sent:
+    """A batch that has come to a rank: stored columns as where they lie, the others as they are.
+
+    A row's identity is its position in what was sent (`number`: which batch of the call this is), so that it can be
+    told whether the call kept the rows as they came.
+    """
+
+    def __init__(self, wire: tuple[Any, ...]) -> None:
+        self.rows: int
+        self.rows, self.number, self._local, self._stored = wire
+
+    @property
+    def ids(self) -> Array:
+        """The rows' identities on the rank, [rows]."""
+        return np.arange(self.number << 40, (self.number << 40) + self.rows)
+
+    def made_of(self, ids: Array) -> bool:
+        """Whether rows of these identities are among those sent."""
+        return bool(np.isin(ids, self.ids).any()) or (not len(ids) and not self.rows)
+
+    def received(self) -> Batch:
+        """The batch, on the rank; stored columns are read when looked at."""
+        columns = {name: unpacked(column) for name, column in self._local.items()}
+        for shards, shard, row, names in self._stored:
+            placed = Placed([RayShard(*each) for each in shards], unpacked(shard), unpacked(row))
+            columns |= {name: StoredColumn(own, Kind(kind), placed) for name, own, kind in names}
+        return Batch._of(columns, self.ids, {})
+
+
+class Inputs:
+    """Arguments of a call that have come to a rank, as `sent` sent them."""
+
+    def __init__(self, values: Mapping[int | str, Any], batches: Mapping[int | str, tuple[Any, ...]]) -> None:
+        self._values, self._batches = values, {key: Sent(wire) for key, wire in batches.items()}
+
+    def received(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        values = {**self._values, **{key: batch.received() for key, batch in self._batches.items()}}
+        named = {key: value for key, value in values.items() if isinstance(key, str)}
+        return [values[position] for position in range(len(values) - len(named))], named
+
+    def returned(self, made: Any) -> Any:
+        """What a call made of them: a batch without identities, if its rows are those that came in.
+
+        Errors: BatchError for a method that dropped, added or reordered the rows it was given.
+        """
+        return made._of(made._columns, self._new_ids(made), made.metrics) if isinstance(made, Batch) else made
+
+    def _new_ids(self, made: Batch) -> Array | None:
+        batches = list(self._batches.values())
+        if made.ids is not None and not any(each.made_of(made.ids) for each in batches):
+            return made.ids
+        if made.ids is None and batches and len(made) != batches[0].rows:
+            raise BatchError(
+                f"{len(made)} rows came out where {batches[0].rows} went in, without identities of their own."
+            )
+        if made.ids is not None and not any(np.array_equal(made.ids, each.ids) for each in batches):
+            raise BatchError("the rows that went in came out as others: a worker never drops, adds or reorders rows.")
+        return None
+
+
+def sent(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[dict[int | str, Any], Any]:
+    """Arguments of a call on their way to a rank, in plain tuples, which are few bytes and quickly made: those that are
+    no batches, and those that are, by position or name."""
+    values: dict[int | str, Any] = dict(enumerate(args))
+    values.update(kwargs or {})
+    batches = [key for key, value in values.items() if isinstance(value, Batch)]
+    wires = {key: _wire(values.pop(key), number) for number, key in enumerate(batches, 1)}
+    several = sum(len(shards) for _, _, _, stored in wires.values() for shards, *_ in stored) >= SEVERAL
+    return values, Folded(wires) if several else wires
 
 
 def folded(value: Any) -> Any:
@@ -41,7 +123,24 @@ class Folded:
 
 
 def send_user_files_by_value() -> None:
-    """Modules made of the user's files, which exist in this process alone: Ray's cloudpickle has a register of its own."""
+    """Those of modules that exist in this process alone: Ray's cloudpickle has a register of its own."""
     for name in cloudpickle.list_registry_pickle_by_value() - ray.cloudpickle.list_registry_pickle_by_value():
         if name in sys.modules:
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def _wire(batch: Batch, number: int) -> tuple[Any, ...]:
+    """What a `Sent` is made of."""
+    local: dict[str, Any] = {}
+    stored: dict[int, tuple[Any, ...]] = {}
+    for name in batch.names:
+        column = batch._column(name)
+        if not isinstance(column, StoredColumn):
+            local[name] = packed(column)
+            continue
+        rows = column.rows
+        if id(rows) not in stored:
+            shards = [(s.ref, s.host, s.call, s.rows) for s in rows.shards if isinstance(s, RayShard)]
+            stored[id(rows)] = shards, packed(rows.shard), packed(rows.row), []
+        stored[id(rows)][-1].append((name, column.name, column.kind.value))
+    return len(batch), number, local, list(stored.values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -17,6 +18,7 @@ from ....errors import ConfigError, HybridFlowError
 from ...group import Place
 from . import host as tasks
 from .cluster import SETTINGS, Cluster
+from .faults import unstarted
 from .host import GROUPS, Host, Rendezvous, Where
 from .link import HostHandle, Link
 from .shards import DIRECTORY, Peer
@@ -61,9 +63,9 @@ class Pool:
         if not self.group.wait(left):
             remove_placement_group(self.group)
             raise HybridFlowError(
-                f"{self.place.ranks} x {cluster.resource} for {self.place.pool} did not become free within {left:g} s "
-                f"(run.start_timeout_s): {cluster.free_slots():g} are free of {cluster.described()}. Another job holds "
-                "the rest: end it, wait for it, or ask for fewer."
+                f"{self.place.ranks} x {cluster.resource} for {self.place.pool} did not become free within "
+                f"{left:.0f} s (run.start_timeout_s): {cluster.free_slots():g} are free of {cluster.described()}. "
+                "Another job holds the rest: end it, wait for it, or ask for fewer."
             )
         slots: dict[str, Any] = {cluster.resource: 1}
         cpus, gpus = slots.pop("CPU", 0), slots.pop("GPU", 0)
@@ -84,7 +86,10 @@ class Pool:
         )
 
     def _where(self, link: Link, handle: HostHandle, until: float) -> Where:
-        where: Where = link.ask(handle, "where", timeout_s=max(1.0, until - time.monotonic()))
+        try:
+            where: Where = link.ask(handle, "where", timeout_s=max(1.0, until - time.monotonic()))
+        except RayError as error:
+            raise unstarted(error, self.place.pool) from error
         return where
 
     def _join(self, link: Link, first: Where, hosts_on_node: int, seed: int, until: float) -> None:

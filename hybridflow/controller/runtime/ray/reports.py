@@ -64,14 +64,19 @@ class Made(NamedTuple):
     columns: Sequence[tuple[str, str, Any, float]]
     metrics: dict[str, float]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the columns' values."""
+        return round(self.rows * sum(size for *_, size in self.columns))
+
     @staticmethod
-    def of(batch: Batch, ids: Array | None) -> Made:
+    def of(batch: Batch) -> Made:
         """Of a batch whose columns are here."""
         columns = []
         for name in batch.names:
             column = batch.column(name)
             columns.append((name, kind_of(column).value, known_of(name, column), nbytes(column) / max(1, len(batch))))
-        return Made(len(batch), packed(ids), columns, dict(batch.metrics))
+        return Made(len(batch), packed(batch.ids), columns, dict(batch.metrics))
 
 
 class Report(NamedTuple):
@@ -82,6 +87,17 @@ class Report(NamedTuple):
     value: Any = None
     made: Made | None = None
     failure: Failure | None = None
+
+    @property
+    def wire(self) -> tuple[Any, ...]:
+        """Plain tuples, which take fewer bytes."""
+        return self.start_ns, self.seconds, self.value, self.made and tuple(self.made), self.failure
+
+    @staticmethod
+    def of(wire: tuple[Any, ...]) -> Report:
+        """From `wire`."""
+        start_ns, seconds, value, made, failure = wire
+        return Report(start_ns, seconds, value, made and Made(*made), failure)
 
 
 def known_of(name: str, column: Column) -> Any:

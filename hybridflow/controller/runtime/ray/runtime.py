@@ -18,11 +18,12 @@ from ...trace import Span, Trace
 from ...worker import Worker
 from .cluster import Cluster, connect, disconnect
 from .group import GroupCall, RankCall, RayGroup
+from .host import sent_as
 from .link import HostHandle, Link
-from .message import send_user_files_by_value
+from .message import send_user_files_by_value, sent
 from .pool import CONTROL_S, Pool, check_slots
 from .reports import Report
-from .shards import DIRECTORY, HostKey, Inputs
+from .shards import DIRECTORY, HostKey
 
 KEEP_S = 3.0  # for each read of what a failed call was given, from hosts of which some may be gone
 
@@ -107,7 +108,7 @@ class RayRuntime(Runtime):
         """Send a task to one rank of a group."""
         host = self._host((group.place.pool, rank))
         limit = self._deadlines.start_s if what == "start" else None
-        report, made = self._link.submit(host, "run", f"{group.name}.{what}", task, *args, timeout_s=limit)
+        report, made = self._link.submit(host, "run", f"{group.name}.{what}", sent_as(task), *args, timeout_s=limit)
         return RankCall(report, made, self._link.number_of(report), host.key, inputs)
 
     def wait(self, calls: Sequence[RankCall], span: Span) -> list[Report]:
@@ -149,7 +150,7 @@ class RayRuntime(Runtime):
         shown = next((each for each in args if callable(each)), fn)
         name = getattr(shown, "__name__", "function")
         span = self.trace.begin("apply", name, batch)
-        report, made = self._link.submit(self._host(host), "apply", f"apply.{name}", fn, Inputs([batch, *args]))
+        report, made = self._link.submit(self._host(host), "apply", f"apply.{name}", fn, *sent([batch, *args]))
         call = RankCall(report, made, self._link.number_of(report), host, batch)
         [answer] = self.wait([call], span)
         value = call.value(answer)
