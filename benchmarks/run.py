@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-NAMES = ("dp_balance", "packing", "logprob_memory", "grpo_vs_trl")
+NAMES = ("driver_bytes", "group_call", "dp_balance", "packing", "logprob_memory", "grpo_vs_trl")
 COMES_WITH = {
-    "driver_bytes": "the Ray runtime",
-    "group_call": "the Ray runtime",
     "reshard_bytes": "the 3D-HybridEngine",
     "reshard_time": "the 3D-HybridEngine",
     "reshard_megatron": "the Megatron engine",

@@ -20,6 +20,7 @@ from .columns import (
     AnyColumn,
     Array,
     Column,
+    Index,
     Kind,
     Ragged,
     Stored,
@@ -311,9 +312,10 @@ class Batch:
         """A column with one value a row, for the verbs."""
         return _one_a_row(name, self._here(name))
 
-    def _row_numbers(self, rows: Sequence[int] | Array | slice) -> NDArray[np.int64]:
+    def _row_numbers(self, rows: Sequence[int] | Array | slice) -> Index:
         if isinstance(rows, slice):
-            return np.arange(len(self))[rows]
+            start, stop, step = rows.indices(len(self))
+            return slice(start, max(start, stop)) if step == 1 else np.arange(len(self))[rows]
         index = np.asarray(rows)
         if index.dtype == bool:
             if len(index) != len(self):

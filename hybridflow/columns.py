@@ -222,19 +222,18 @@ def as_column(name: str, value: Any) -> Column:
     return read_only(column)
 
 
-def take_rows(columns: Mapping[str, AnyColumn], rows: NDArray[np.int64]) -> dict[str, AnyColumn]:
-    """These rows of every column. Consecutive rows are views; ragged columns of the same offsets share the work, and so
-    do stored columns of the same rows."""
-    count = len(rows)
-    consecutive = count > 0 and rows[-1] - rows[0] == count - 1 and bool((rows[1:] - rows[:-1] == 1).all())
-    at = slice(int(rows[0]), int(rows[0]) + count) if consecutive else rows
+def take_rows(columns: Mapping[str, AnyColumn], rows: Index) -> dict[str, AnyColumn]:
+    """These rows of every column; a slice has no step. Consecutive rows are views; ragged columns of the same offsets
+    share the work, and so do stored columns of the same rows."""
+    at = rows if isinstance(rows, slice) else _consecutive(rows)
     positions: dict[int, tuple[Array | slice, NDArray[np.int64]]] = {}
     stored: dict[int, StoredRows] = {}
     taken: dict[str, AnyColumn] = {}
     for name, column in columns.items():
         if isinstance(column, Stored):
             key = id(column.rows)
-            stored[key] = stored.get(key) or column.rows.take(at)
+            if key not in stored:
+                stored[key] = column.rows.take(at)
             taken[name] = column.at(stored[key], at)
             continue
         if not isinstance(column, Ragged):
@@ -285,6 +284,14 @@ def read_only(array: Array) -> Array:
         array = array.view()
         array.flags.writeable = False
     return array
+
+
+def _consecutive(rows: NDArray[np.int64]) -> Index:
+    """As a slice, if they are."""
+    count = len(rows)
+    if not count or rows[-1] - rows[0] != count - 1 or (rows[1:] - rows[:-1] != 1).any():
+        return rows
+    return slice(int(rows[0]), int(rows[0]) + count)
 
 
 def _positions(offsets: NDArray[np.int64], rows: Array | slice) -> tuple[Array | slice, NDArray[np.int64]]:

@@ -28,6 +28,7 @@ from hybridflow import Actor, Reward, Run, recipe
 from hybridflow.batch import Batch
 from hybridflow.cli import main
 from hybridflow.controller.group import Place
+from hybridflow.controller.runtime.ray import pool
 from hybridflow.controller.runtime.ray.cluster import SETTINGS, SLOT
 from hybridflow.controller.runtime.ray.faults import GONE
 from hybridflow.controller.runtime.ray.shards import DIRECTORY
@@ -363,7 +364,7 @@ def test_processes_that_cannot_start_are_told(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(variable: str, value: str) -> None:
-        monkeypatch.setitem(SETTINGS, variable, value)
+        monkeypatch.setattr(pool, "SETTINGS", {**SETTINGS, variable: value})  # of the hosts, not of this process
         runtime = runtime_in(tmp_path, start_s=6.0)
         plain = Plain(ParallelLayout(), "plain", group=runtime.group("plain", Plain, ParallelLayout(), Place("pool")))
         try:

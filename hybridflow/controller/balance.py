@@ -45,6 +45,8 @@ def balanced_parts(
 
     Source: Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969).
     """
+    if unit is None and present is not None and _balanced(costs, present, parts):
+        return _rows(present, parts)
     item = np.arange(len(costs)) if unit is None else np.unique(unit, return_inverse=True)[1]
     weights = _whole(np.bincount(item, costs))
     bound = TOLERANCE * max(weights.sum() / parts, weights.max(initial=0))
@@ -54,13 +56,25 @@ def balanced_parts(
 
     nowhere = np.full(len(weights), -1)
     home = nowhere if present is None else _homes(present, item, len(weights), parts)
-    at_home = home.min(initial=0) >= 0 and heaviest(home) <= bound
-    place = home if at_home else _placed(weights, _staying(weights, home, bound), parts)
+    place = _placed(weights, _staying(weights, home, bound), parts)
     if heaviest(place) > bound:
         anew = _placed(weights, nowhere, parts)
         place = min(place, _named(anew, home, weights, parts), key=heaviest)
-    rows = np.argsort(place[item], kind="stable")
-    ends = offsets_of(np.bincount(place[item], minlength=parts)).tolist()
+    return _rows(place[item], parts)
+
+
+def _balanced(costs: NDArray[Any], present: NDArray[Any], parts: int) -> bool:
+    """Whether all rows may stay."""
+    if not len(costs) or present.min() < 0 or present.max() >= parts:
+        return False
+    loads = np.bincount(present, costs)
+    return bool(loads.max() <= TOLERANCE * max(loads.sum() / parts, costs.max()))
+
+
+def _rows(place: NDArray[Any], parts: int) -> list[Ints]:
+    """Row numbers of each part."""
+    rows = np.argsort(place, kind="stable")
+    ends = offsets_of(np.bincount(place, minlength=parts)).tolist()
     return [rows[start:end] for start, end in pairwise(ends)]
 
 

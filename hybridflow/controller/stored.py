@@ -55,10 +55,14 @@ class Placed(StoredRows):
 
     def joined(self, others: Sequence[StoredRows]) -> Placed:
         every = [self, *(other for other in others if isinstance(other, Placed))]
-        number = {shard: i for i, shard in enumerate(dict.fromkeys(s for rows in every for s in rows.shards))}
-        where = [rows.where() for rows in every]
-        shard = [np.array([number[s] for s in rows.shards])[at] for rows, (at, _) in zip(every, where, strict=True)]
-        return _placed(list(number), np.concatenate(shard), np.concatenate([row for _, row in where]))
+        number: dict[Shard, int] = {}
+        shards, own_rows = [], []
+        for rows in every:
+            own = np.array([number.setdefault(each, len(number)) for each in rows.shards])
+            shard, row = rows.where()
+            shards.append(own[shard])
+            own_rows.append(row)
+        return _placed(list(number), np.concatenate(shards), np.concatenate(own_rows))
 
     def read(self, names: Sequence[str]) -> dict[str, Column]:
         """These columns of all rows, in their order."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import Array
+from ..columns import Array, read_only
 
 NUMBERS = "biuf"
 
@@ -33,4 +33,4 @@ def unpacked(value: Any) -> Any:
     narrow, least = rest
     widened: Array = np.frombuffer(data, narrow).astype(dtype)
     widened += widened.dtype.type(least)
-    return widened
+    return read_only(widened)

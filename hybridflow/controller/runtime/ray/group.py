@@ -178,7 +178,13 @@ def _cut(value: Any, inputs: Batch | None, placed: Sequence[Ints] | None) -> Any
         value.ids is not None and inputs.ids is not None and (value.ids == inputs.ids).all()
     ):
         return value
-    return Parts([value.take(rows) for rows in placed])
+    return Parts([value.take(_at(rows)) for rows in placed])
+
+
+def _at(rows: Ints) -> Ints | slice:
+    """Ascending rows, as a slice if they are consecutive."""
+    consecutive = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
 
 def _tokens(rows: Batch) -> Ints | None:

@@ -26,7 +26,7 @@ GRACE_S = 0.25  # after a failure, for causes that come later
 CAUSE_S = 4.0  # after failures that are others' fault alone, for the rank that caused them to be found dead
 ASK_S = 2.0  # for a host to say what it is doing
 NEARLY = 0.9
-LOOK_S = 0.05  # between two looks at the calls that nobody waits for
+LOOK_S = 0.1  # between two looks at all calls, while those that are waited for do not return
 PROGRESS_S = 2.0  # between two looks at how far a call is
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import ray.cloudpickle
 
 from ....batch import Batch
-from ....columns import Array, Kind
+from ....columns import Array, Kind, read_only
 from ....errors import BatchError
 from ...stored import Placed, StoredColumn
 from ...wire import packed, unpacked
@@ -28,22 +28,21 @@ PICKLE = b"\x80"  # the first byte of every pickle, and of no compressed one
 class Sent:
     """A batch that has come to a rank: stored columns as where they lie, the others as they are.
 
-    A row's identity is its position in what was sent (`number`: which batch of the call this is), so that it can be
+    ids: a row's identity is its position in what was sent, above the number of the batch in the call, so that it can be
     told whether the call kept the rows as they came.
     """
 
     def __init__(self, wire: tuple[Any, ...]) -> None:
-        self.rows: int
-        self.rows, self.number, self._local, self._stored = wire
+        rows, number, self._local, self._stored = wire
+        self.ids = read_only(np.arange(number << 40, (number << 40) + rows))
 
-    @property
-    def ids(self) -> Array:
-        """The rows' identities on the rank, [rows]."""
-        return np.arange(self.number << 40, (self.number << 40) + self.rows)
-
-    def made_of(self, ids: Array) -> bool:
+    def lends(self, ids: Array) -> bool:
         """Whether rows of these identities are among those sent."""
-        return bool(np.isin(ids, self.ids).any()) or (not len(ids) and not self.rows)
+        return ids is self.ids or bool(np.isin(ids, self.ids).any()) or not (len(ids) or len(self.ids))
+
+    def has(self, ids: Array) -> bool:
+        """Whether these are the rows sent, in their order."""
+        return ids is self.ids or np.array_equal(ids, self.ids)
 
     def received(self) -> Batch:
         """The batch, on the rank; stored columns are read when looked at."""
@@ -75,13 +74,13 @@ class Inputs:
 
     def _new_ids(self, made: Batch) -> Array | None:
         batches = list(self._batches.values())
-        if made.ids is not None and not any(each.made_of(made.ids) for each in batches):
+        if made.ids is not None and not any(each.lends(made.ids) for each in batches):
             return made.ids
-        if made.ids is None and batches and len(made) != batches[0].rows:
+        if made.ids is None and batches and len(made) != len(batches[0].ids):
             raise BatchError(
-                f"{len(made)} rows came out where {batches[0].rows} went in, without identities of their own."
+                f"{len(made)} rows came out where {len(batches[0].ids)} went in, without identities of their own."
             )
-        if made.ids is not None and not any(np.array_equal(made.ids, each.ids) for each in batches):
+        if made.ids is not None and not any(each.has(made.ids) for each in batches):
             raise BatchError("the rows that went in came out as others: a worker never drops, adds or reorders rows.")
         return None
 
