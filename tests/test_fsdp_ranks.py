@@ -20,6 +20,7 @@ from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.objective import PolicyObjective, TokenObjective
 from hybridflow.algorithms.registry import Loss
 from hybridflow.batch import Batch
+from hybridflow.columns import Ragged
 from hybridflow.device import join_process_group
 from hybridflow.errors import ConfigError, EngineError, ModelError
 from hybridflow.workers.models.config import ModelConfig
@@ -81,6 +82,19 @@ def squared_error(values: Tensor, advantages: Tensor) -> Tensor:
     return (values - advantages) ** 2
 
 
+def sequence_ratio(
+    response_mask: Tensor, advantages: Tensor, row_of_token: Tensor, old_logprobs: Tensor, logprobs: Tensor
+) -> Tensor:
+    """GSPO's ratio, a mean over the sequence; its columns are listed in no order."""
+    zeros = torch.zeros(int(row_of_token.max()) + 1)
+    totals = zeros.index_add(0, row_of_token, (logprobs - old_logprobs) * response_mask)
+    counts = zeros.index_add(0, row_of_token, response_mask.float())
+    return -advantages * torch.exp(totals / counts.clamp(min=1))[row_of_token]
+
+
+OF_SEQUENCES = PolicyObjective(Loss(sequence_ratio), AlgorithmConfig(), 32)
+
+
 @dataclass
 class Seen:
     """What one rank saw of an engine. shards: name -> where they start, the whole shape, this rank's part."""
@@ -90,6 +104,7 @@ class Seen:
     metrics: dict[str, float]
     scores: dict[str, np.ndarray]
     losses: np.ndarray
+    of_sequences: np.ndarray
     skipped: dict[str, float]
     steps: list[dict[str, float]]
     end: dict[str, Tensor]
@@ -120,6 +135,7 @@ def look(trainer: FSDPEngine, part: int, parts: int) -> Seen:
         metrics=metrics,
         scores={name: scores.ragged(name).values for name in scores.names},
         losses=trainer.evaluate(rows, OBJECTIVE)["loss"],
+        of_sequences=trainer.evaluate(rows, OF_SEQUENCES)["loss"],
         skipped=dict(trainer.step(rows.take([]), OBJECTIVE)),
         steps=[dict(trainer.step(rows_of(step, part, parts), OBJECTIVE)) for step in range(3)],
         end=weights(trainer),
@@ -285,7 +301,7 @@ def test_all_ranks_start_from_the_weights_that_rank_0_alone_read(ranks: int, mod
 
 
 @pytest.mark.parametrize(("ranks", "mode"), ALL_MODES)
-def test_loss_and_gradients_are_those_of_one_rank(ranks: int, mode: str, runs: Runs, one: Seen) -> None:
+def test_case_01_loss_and_gradients_are_those_of_one_rank(ranks: int, mode: str, runs: Runs, one: Seen) -> None:
     found = runs.seen(ranks, mode)
     close(runs.whole(ranks, mode, [seen.grads for seen in found]), one.grads, "relative")
     for seen in found:
@@ -312,6 +328,25 @@ def test_log_probs_entropies_and_losses_are_those_of_one_rank(ranks: int, mode: 
     for name, expected in one.scores.items():
         np.testing.assert_allclose(np.concatenate([seen.scores[name] for seen in found]), expected, atol=1e-5)
     np.testing.assert_allclose(np.concatenate([seen.losses for seen in found]), one.losses, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "mode"), ALL_MODES)
+def test_case_05_and_07_a_loss_of_whole_sequences_has_its_columns_by_name_on_every_rank(
+    ranks: int, mode: str, runs: Runs, one: Seen
+) -> None:
+    found = np.concatenate([seen.of_sequences for seen in runs.of_rows(ranks, mode)])
+    np.testing.assert_allclose(found, one.of_sequences, atol=1e-5)
+    expected = np.full(13, np.nan)
+    for row, (new, old, mask, advantages) in enumerate(
+        zip(
+            Ragged(one.scores["logprobs"], BATCHES[0]["response_ids"].offsets),
+            *(BATCHES[0][name] for name in ("old_logprobs", "response_mask", "advantages")),
+            strict=True,
+        )
+    ):
+        if BATCHES[0]["keep"][row] and mask.any():
+            expected[row] = (-advantages[mask] * np.exp((new - old)[mask].mean())).mean()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("ranks", "mode"), ALL_MODES)

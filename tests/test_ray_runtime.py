@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hybridflow.controller.group import Place
 from hybridflow.controller.runtime.ray.runtime import Deadlines, RayRuntime
 from hybridflow.controller.stored import StoredColumn
 from hybridflow.controller.trace import Trace
-from hybridflow.errors import BatchError, ConfigError
+from hybridflow.errors import BatchError, ConfigError, WorkerError
 from hybridflow.layout import Coordinates, ParallelLayout
 from tests.ray_roles import Plain
 
@@ -157,3 +159,24 @@ def test_case_28_more_ranks_than_the_cluster_could_ever_hold_are_refused_at_once
     with pytest.raises(ConfigError, match=r"asks for 500 devices \(plain 500\), and this cluster has 64 slot on"):
         plain.stage()
     runtime.close()
+
+
+def test_ranks_find_the_modules_that_the_driver_finds_and_name_one_they_do_not(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_module.py").write_text("def where(worker): return __file__")
+    monkeypatch.syspath_prepend(tmp_path)
+    where = importlib.import_module("users_module").where
+
+    def first_rank(folder: Path) -> list[str]:
+        runtime = runtime_in(folder)
+        group = runtime.group("plain", Plain, ParallelLayout(), Place("plain"))
+        try:
+            return Plain(ParallelLayout(), "plain", group=group).on_ranks(where)
+        finally:
+            runtime.close()
+
+    assert first_rank(tmp_path / "found") == [str(tmp_path / "users_module.py")]
+    sys.path.remove(str(tmp_path))
+    with pytest.raises(WorkerError, match=r"rank 0 .*: its process has no module users_module, .*install it on every"):
+        first_rank(tmp_path / "lost")

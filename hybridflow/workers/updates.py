@@ -20,8 +20,8 @@ from ..layout import ParallelLayout
 from .settings import Settings
 
 LossLike = str | Loss | Callable[..., Any]
-SCORED = ("prompt_ids", "response_ids", "response_mask", "keep")
-"""What a forward pass reads."""
+SCORED = ("prompt_ids", "response_ids", "response_mask", "keep", "group_id", "sample")
+"""What a forward pass reads; the last two name a row in messages."""
 SUMMED = ("tokens", "microbatches", "skipped")
 
 
@@ -50,7 +50,7 @@ class Learner(Worker[Settings]):
         Ends early after a step whose `kl_old` is over algorithm.kl_stop. Rows with keep = 0 take no part.
         """
         algorithm, objective = self.settings.algorithm, self._objective(loss)
-        read = only(batch, (*self.reads, "rollout_id", "group_id", *objective.columns))
+        read = only(batch, (*self.reads, "rollout_id", *objective.columns))
         kept = read.kept().drop("keep") if "keep" in read else read
         seed = [self.settings.seed, self._updates]
         self._updates += 1

@@ -351,5 +351,6 @@ def _check_finite(batch: Batch, name: str, values: NDArray[np.float32]) -> None:
 
 
 def _name_of(batch: Batch, row: int) -> str:
-    group = f" (group_id {batch.array('group_id')[row]})" if "group_id" in batch else ""
-    return f"row {row}{group}"
+    """A row of this rank, and what tells it among those of all ranks."""
+    known = ", ".join(f"{name} {batch.array(name)[row]}" for name in ("group_id", "sample") if name in batch)
+    return f"row {row} ({known})" if known else f"row {row}"

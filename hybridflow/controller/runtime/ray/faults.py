@@ -13,6 +13,7 @@ from ray.exceptions import (
     OutOfDiskError,
     RayActorError,
     RayError,
+    RaySystemError,
     RayTaskError,
 )
 
@@ -31,6 +32,11 @@ STORE_FULL = (
     "step (data.rows_per_step, sampling.n), free that disk (/tmp/ray), or give the store more memory "
     "(ray start --object-store-memory=BYTES)."
 )
+NO_MODULE = (
+    "its process has no module {name}, which the call's arguments need: install it on every node, or put its folder on "
+    "PYTHONPATH before the run"
+)
+MISSING = re.compile(r"No module named '([\w.]+)'")
 COLOUR = re.compile(r"\x1b\[\d+m")  # Ray's, in tracebacks
 
 
@@ -42,6 +48,8 @@ def failure_of(error: RayError, log: str) -> Failure:
         return Failure(f"{GONE} ({_first_line(error)})")
     if isinstance(error, RayActorError):
         return _death(error, log)
+    if isinstance(_cause(error), RaySystemError) and (missing := MISSING.search(str(error))):
+        return Failure(NO_MODULE.format(name=missing[1]), COLOUR.sub("", str(error)))
     return Failure(_named(error), COLOUR.sub("", str(error)))
 
 
@@ -100,8 +108,12 @@ def _crash(log: str) -> str:
 
 
 def _named(error: RayError) -> str:
-    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    return f"{type(cause).__name__}: {_first_line(cause)}"
+    return f"{type(_cause(error)).__name__}: {_first_line(_cause(error))}"
+
+
+def _cause(error: RayError) -> BaseException:
+    cause: BaseException | None = error.cause if isinstance(error, RayTaskError) else None
+    return cause or error
 
 
 def _first_line(error: BaseException) -> str:

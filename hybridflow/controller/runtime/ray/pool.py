@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -118,11 +120,19 @@ def check_slots(cluster: Cluster, places: Sequence[Place]) -> None:
 
 
 def _actor(**options: Any) -> Any:
-    variables = {**SETTINGS, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    variables = {"PYTHONPATH": os.pathsep.join(_own_folders()), "OMP_NUM_THREADS": threads, **SETTINGS}
     remote: Any = ray.remote  # its overloads know no concurrency groups
     return remote(
         max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS, runtime_env={"env_vars": variables}, **options
     )(Host)
+
+
+def _own_folders() -> list[str]:
+    """Where this process finds modules that are not installed, the user's among them: a host looks there too."""
+    paths = sysconfig.get_paths()
+    installed = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return [path or os.getcwd() for path in sys.path if not path.startswith(installed) and not path.endswith(".zip")]
 
 
 def _threads(hosts: int) -> int:
