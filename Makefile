@@ -1,11 +1,12 @@
 # The commands of the project; `make` alone lists them.
 #
 # Environments are made from requirements/*.txt, kept outside the clone and linked here: .venv (core), .venv-test,
-# .venv-trl, .venv-verl. They hold no path of a clone, so the clone goes on PYTHONPATH.
+# .venv-vllm, .venv-trl, .venv-verl. They hold no path of a clone, so the clone goes on PYTHONPATH.
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 ARGS ?=
 NAME ?=
+ROLLOUT ?=
 
 export PYTHONPATH := $(CURDIR)
 
@@ -14,7 +15,7 @@ environment = @$(PYTHON) requirements/environment.py
 test_env := .venv-test/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help core test-env verl-env demo smollm2 test unit pytest check format docs bench learn clean
+.PHONY: help core test-env vllm-env verl-env demo smollm2 test unit pytest check format docs bench learn clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,11 +26,14 @@ core:
 test-env:
 	$(environment) test
 
+vllm-env: ## the core with vLLM for a CPU, as .venv-vllm: for rollout=vllm
+	$(environment) vllm
+
 verl-env:
 	$(environment) verl
 
-demo: core ## GRPO on arithmetic with a tiny model, a few minutes; ends with its accuracy before and after
-	@.venv/bin/python -m hybridflow.recipes.demo
+demo: $(if $(filter vllm,$(ROLLOUT)),vllm-env,core) ## GRPO on arithmetic with a tiny model, a few minutes; ROLLOUT=vllm samples with vLLM
+	@$(if $(filter vllm,$(ROLLOUT)),.venv-vllm,.venv)/bin/python -m hybridflow.recipes.demo $(if $(ROLLOUT),rollout=$(ROLLOUT))
 
 smollm2: core ## SmolLM2-135M-Instruct as a Hugging Face folder, for model=smollm2
 	@.venv/bin/python -m hybridflow.workers.models.smollm2
@@ -64,4 +68,4 @@ learn: core ## the learning runs of the recipes, three seeds each; hours
 	@.venv/bin/python -m benchmarks.learn $(ARGS)
 
 clean: ## remove what the other commands made in this clone (shared environments stay)
-	rm -rf .venv .venv-test .venv-trl .venv-verl site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-test .venv-vllm .venv-trl .venv-verl site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,9 +79,12 @@ def join_process_group(address: str, port: int, rank: int, ranks: int, timeout_s
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether an error tells of another rank that is gone, and not of a fault of this one."""
+    """Whether an error, or the one that it was raised from, tells of another rank that is gone, and not of a fault of
+    this one."""
     marks = ("gloo/", "NCCL", "Connection closed by peer", "Connection reset", "[c10d]")
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in marks)
+    said = type(error) is RuntimeError and any(mark in str(error) for mark in marks)  # gloo's have no class
+    cause = error.__cause__
+    return said or isinstance(error, dist.DistError) or (cause is not None and is_collective_error(cause))
 
 
 def use_threads(count: int) -> None:
@@ -100,6 +105,22 @@ def use_deterministic_algorithms() -> None:
     """From here on operations repeat bit for bit; one that cannot raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def kept_state() -> Iterator[None]:
+    """Puts back the global random generators and the number of CPU threads, which a library in this process sets for
+    its own use."""
+    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
+        torch.set_rng_state(random_states[2])
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
 
 
 def seed_everything(seed: int) -> None:

@@ -76,6 +76,7 @@ def install(name: str, folder: Path) -> None:
         "pip",
         "install",
         "--disable-pip-version-check",
+        "--no-deps",  # the files name all packages; what a package asks for beside them is left out on purpose
         "-r",
         str(HERE / f"{name}.txt"),
     ]

@@ -55,6 +55,7 @@ KL = ("algorithm.kl=loss", "algorithm.minibatches=2", "algorithm.kl_coef=0.5")
 ADAPTIVE = ("algorithm.kl=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=20", "run.steps=4")
 MANY_STEPS = ("algorithm.minibatches=4", "algorithm.epochs=2", "training.lr=0.03")
 ASKED = ("data.path={folder}/asked.jsonl", "data.validation_path={folder}/asked.jsonl")
+VLLM = ("rollout=vllm", "model.path={folder}/wide", f"rollout.options.kv_cache_memory_bytes={64 << 20}")
 LONG = ("data.path={folder}/long.jsonl",)
 SCORED = ("reward.functions=[model]", "reward.model={folder}/scorer0")
 VALUED = ("critic.training.lr=0.03", "critic.training.grad_clip=0")
@@ -193,6 +194,8 @@ CHANGES: dict[str, Change] = {
     "training.shard_size": Change("2", sees=REFUSED),  # of the one rank there is
     "training.sequence_parallel": Change("2", sees=REFUSED),
     "rollout.max_context_tokens": Change("25", base=("data.max_prompt_tokens=24",)),
+    "rollout.memory_fraction": Change("0.3", base=VLLM, sees=REFUSED),  # on a CPU
+    "rollout.options": Change("4", base=VLLM, sees=REFUSED, key="rollout.options.max_num_sequences"),
     "rollout.max_concurrent": Change("2", sees=lambda run: (len(DECODED), DECODED.clear())),
     "advantage.normalize_std": Change("false"),
     "advantage.baseline": Change("none", base=("advantage=reinforce",)),
@@ -227,6 +230,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     )
     with_own_code(tiny_model_folder(folder / "remote"))
     tiny_model_folder(folder / "other", seed=1)
+    tiny_model_folder(folder / "wide", heads=2, kv_heads=1)
     write_rows(folder / "pairs.jsonl", [{"prompt": "1", "chosen": str(i), "rejected": "a" * i} for i in range(12)])
     for seed in range(2):
         torch.manual_seed(seed)

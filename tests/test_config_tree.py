@@ -33,7 +33,7 @@ from hybridflow.trainer.config import (
 )
 from hybridflow.trainer.tree import leaves
 from hybridflow.workers.models.config import ModelConfig
-from hybridflow.workers.rollout.config import TransformersConfig
+from hybridflow.workers.rollout.config import TransformersConfig, VLLMConfig
 from hybridflow.workers.scoring import RewardConfig
 from hybridflow.workers.training.config import OptimizerConfig
 
@@ -45,6 +45,7 @@ NODES = (
     SamplingConfig,
     OptimizerConfig,
     TransformersConfig,
+    VLLMConfig,
     AlgorithmConfig,
     RewardConfig,
     CriticConfig,
@@ -98,6 +99,8 @@ CHANGES = {
     "training.sequence_parallel": "7",
     "rollout.max_context_tokens": "7000",
     "rollout.max_concurrent": "7",
+    "rollout.memory_fraction": "0.7 rollout=vllm",
+    "rollout.options": "{max_num_batched_tokens: 9} rollout=vllm",
     "advantage.normalize_std": "false",
     "advantage.baseline": "none advantage=reinforce",
     "advantage.gamma": "0.9 advantage=gae",
@@ -160,8 +163,8 @@ CHANGES = {
     "run.debug": "actor:1",
     "placement.actor": "2",
     "placement.critic": "1",
-    "placement.reference": "all",
-    "placement.reward_model": "critic",
+    "placement.reference": "all algorithm.kl=loss",
+    "placement.reward_model": "critic reward.model=scorer reward.functions=[model]",
 }
 CHANGES |= {f"critic.{key}": change for key, change in CHANGES.items() if key.startswith("training.")}
 FREE_TEXT = ("data.system_prompt", "run.dir")

@@ -24,7 +24,7 @@ from ..algorithms.registry import checked_options, known, options_of, resolve
 from ..errors import ConfigError, did_you_mean
 from .checks import check
 from .overrides import Overrides, split, value_of
-from .presets import CHOSEN_BY_NAME, DEFAULTS, GROUPS, PLUGINS, PRESETS, Tree
+from .presets import CHOSEN_BY_NAME, DEFAULTS, FREE_NODES, GROUPS, PLUGINS, PRESETS, Tree
 from .tree import Config, Plugin, leaves
 from .unread import unread
 
@@ -147,7 +147,8 @@ def _kind_of(default: Any) -> Any:
 # ---- values
 def _set(cfg: DictConfig, key: str, text: str) -> None:
     """Set one key of the tree. Errors: ConfigError for a key that is none, or a value of another type."""
-    if key.startswith("data.task."):
+    node, _, _ = key.rpartition(".")
+    if node in FREE_NODES and _parent_of(cfg, node)[0] is not None and OmegaConf.select(cfg, node) is not None:
         OmegaConf.update(cfg, key, value_of(key, text, Any), force_add=True)
         return
     if key in CHOSEN_BY_NAME:
@@ -155,7 +156,7 @@ def _set(cfg: DictConfig, key: str, text: str) -> None:
     parent, leaf = _parent_of(cfg, key)
     if parent is None or leaf not in list(parent):  # `in parent` alone would miss keys that have no value yet
         raise ConfigError(_no_such_key(cfg, key))
-    if key != "data.task" and OmegaConf.is_dict(parent._get_node(leaf)):
+    if key not in FREE_NODES and OmegaConf.is_dict(parent._get_node(leaf)):
         own = ", ".join(_keys(parent[leaf], f"{key}."))
         raise ConfigError(f"{key}={text}: {key} has keys of its own; set those: {own}.")
     hint = typing.get_type_hints(OmegaConf.get_type(parent)).get(leaf, Any)

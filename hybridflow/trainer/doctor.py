@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ NEEDED = (
     "tensorboard",
 )
 OPTIONAL = {"wandb": "run.trackers=[wandb]"}  # package -> what needs it
+OWN_PACKAGE = ("vllm",)  # engines that need a package of their name
 GIB = 2**30
 
 
@@ -50,7 +52,11 @@ def examine() -> int:
         _package(name, use)
     works.append(_tried("device", _device))
     for group, engines in (("training", TRAIN), ("rollout", ROLLOUT)):
-        works += [_tried(f"{group}={name}", partial(_importable, spec)) for name, spec in engines.items()]
+        for name, spec in engines.items():
+            if name in OWN_PACKAGE and find_spec(name) is None:
+                print(f"{group}={name}: not installed, needed for it alone: pip install {name}")
+            else:
+                works.append(_tried(f"{group}={name}", partial(_importable, spec)))
     works.append(
         _tried("run.runtime=ray", partial(_importable, "hybridflow.controller.runtime.ray.runtime:RayRuntime"))
     )

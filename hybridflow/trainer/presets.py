@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 from ..algorithms.config import AlgorithmConfig
 from ..workers.models.config import ModelConfig
-from ..workers.rollout.config import TransformersConfig
+from ..workers.rollout.config import TransformersConfig, VLLMConfig
 from ..workers.scoring import RewardConfig
 from ..workers.training.config import FSDPConfig
 from .data_config import DataConfig
@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "reasoning_gym": DataConfig(path="reasoning_gym:chain_sum"),
     },
     "training": {"fsdp": FSDPConfig},
-    "rollout": {"transformers": TransformersConfig},
+    "rollout": {"transformers": TransformersConfig, "vllm": VLLMConfig},
 }
 """Options of the groups that fill one node each."""
 
@@ -54,6 +54,9 @@ CHOSEN_BY_NAME = {
     "algorithm.name": "algorithm",
 }
 """Keys that say which option of a group was chosen; nobody sets them."""
+
+FREE_NODES = ("data.task", "rollout.options")
+"""Nodes whose keys are those of somebody else, who checks them."""
 
 PLUGINS = ("advantage", "loss")
 """Nodes whose keys are the keyword-only parameters of the function they name."""

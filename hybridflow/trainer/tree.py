@@ -13,7 +13,7 @@ from ..algorithms.registry import Loss
 from ..engines import Sampling
 from ..errors import ConfigError
 from ..workers.models.config import ModelConfig
-from ..workers.rollout.config import TransformersConfig
+from ..workers.rollout.config import RolloutConfig
 from ..workers.scoring import RewardConfig
 from ..workers.training.config import FSDPConfig
 from .data_config import DataConfig
@@ -175,7 +175,7 @@ class Config:
     data: DataConfig
     sampling: SamplingConfig
     training: FSDPConfig
-    rollout: TransformersConfig
+    rollout: RolloutConfig
     advantage: Plugin
     loss: Plugin
     algorithm: AlgorithmConfig

@@ -11,7 +11,10 @@ from .settings import Settings
 from .training.config import FSDPConfig
 
 TRAIN = {"fsdp": "hybridflow.workers.training.fsdp:FSDPEngine"}
-ROLLOUT = {"transformers": "hybridflow.workers.rollout.transformers:TransformersRollout"}
+ROLLOUT = {
+    "transformers": "hybridflow.workers.rollout.transformers:TransformersRollout",
+    "vllm": "hybridflow.workers.rollout.vllm:VLLMRollout",
+}
 
 
 def train_engine(

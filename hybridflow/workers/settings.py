@@ -10,7 +10,7 @@ from ..algorithms.config import AlgorithmConfig
 from ..algorithms.registry import Loss
 from ..engines import Sampling
 from .models.config import ModelConfig
-from .rollout.config import TransformersConfig
+from .rollout.config import RolloutConfig
 from .scoring import RewardConfig
 from .training.config import FSDPConfig
 
@@ -25,7 +25,7 @@ class Settings:
 
     model: ModelConfig
     training: FSDPConfig
-    rollout: TransformersConfig
+    rollout: RolloutConfig
     algorithm: AlgorithmConfig
     sampling: Sampling
     reward: RewardConfig

@@ -10,26 +10,26 @@ one place, and all logits come from the model's own forward.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
-from ...batch import Batch
 from ...columns import FinishReason
 from ...device import current_device
-from ...engines import ParameterShard, RolloutEngine, Sampling
-from ...errors import BatchError, ConfigError, EngineError, ModelError
+from ...engines import ParameterShard
+from ...errors import ConfigError, ModelError
 from ..models.config import ModelConfig
 from ..models.loading import empty_causal_lm, forget_weights, load_tokenizer, model_path
 from .config import TransformersConfig
+from .embedded import EmbeddedRollout, end_ids
 from .kv_cache import ATTENTION, SlotCache
-from .requests import Group, Rollout, Rules, StopRule, as_batch
-from .sampling import draw, stream_key, uniforms
+from .requests import Group, Rollout
+from .sampling import draw, uniforms
 from .weights import adopt
 
 PREFILL_TOKENS = 8192  # of one prefill forward, padding included
@@ -37,7 +37,7 @@ PREFILL_TOKENS = 8192  # of one prefill forward, padding included
 Arrival = tuple[Group, list[Rollout]]
 
 
-class TransformersRollout(RolloutEngine):
+class TransformersRollout(EmbeddedRollout):
     """Samples with the trainer's own tensors, which `sync` adopts; with several ranks, with copies gathered from them,
     which `release` frees. Starts without weights and refuses to sample before.
 
@@ -51,61 +51,17 @@ class TransformersRollout(RolloutEngine):
         folder = model_path(path or model.path)
         self.model = empty_causal_lm(folder, model, dtype).eval()
         self.model.set_attn_implementation(ATTENTION)
-        self._tokenizer = load_tokenizer(model)
-        self._end_ids = _end_ids(folder, self.model.config, self._tokenizer)
-        self._context = _context_tokens(self.model.config, config)
-        self._max_concurrent, self._seed, self._dtype = config.max_concurrent, seed, dtype
+        tokenizer, network = load_tokenizer(model), self.model.config
+        context = _context_tokens(network, config)
+        ends = end_ids(folder, network, tokenizer)
+        super().__init__(tokenizer, ends, context=context, vocabulary=network.vocab_size, seed=seed)
+        self._max_concurrent, self._dtype = config.max_concurrent, dtype
         self._device = current_device()
-        self._rules: dict[Sampling, Rules] = {}
-        self._ready = False
-        self._in_flight: Counter[int] = Counter()
         self._queue: deque[Group] = deque()
         self._live: list[Rollout] = []  # rollout i is in slot i of the cache
-        self._done: list[Rollout] = []
         self._cache = SlotCache(self._max_concurrent, self._context)
 
     # ---- the service
-    def submit(self, prompts: Batch, sampling: Sampling) -> None:
-        self._check_ready()
-        ids, group_ids = prompts.ragged("prompt_ids"), prompts.array("group_id").tolist()
-        self._check_prompts(ids.lengths.tolist(), group_ids)
-        rules = self._rules_of(sampling)
-        for prompt, group_id in zip(ids, group_ids, strict=True):
-            limit = min(sampling.max_new_tokens, self._context - len(prompt))
-            group = Group(group_id, prompt, rules, limit)
-            for sample in range(sampling.n):
-                key = stream_key(self._seed, group_id, sample)
-                group.waiting.append(Rollout(group, sample, key, int(prompt[-1]), len(prompt) - 1))
-            self._queue.append(group)
-            self._in_flight[group_id] = sampling.n
-
-    def completed(self) -> Iterator[Batch]:
-        while self.pending:
-            if not self._done:
-                self._check_ready()
-                self._step()
-            if self._done:
-                ended, self._done = self._done, []
-                self._in_flight -= Counter(rollout.group.group_id for rollout in ended)
-                yield as_batch(ended)
-
-    @torch.inference_mode()
-    def abort(self, group_ids: Iterable[int] | None = None) -> int:
-        chosen = set(self._in_flight if group_ids is None else map(int, group_ids))
-        queued = [group for group in self._queue if group.group_id in chosen]
-        ended = [rollout for group in queued for rollout in group.waiting]
-        ended += [rollout for rollout in self._live if rollout.group.group_id in chosen]
-        for rollout in ended:
-            rollout.reason = FinishReason.ABORT
-        self._queue = deque(group for group in self._queue if group.group_id not in chosen)
-        self._done += [rollout for group in queued for rollout in group.waiting]
-        self._retire()
-        return len(ended)
-
-    @property
-    def pending(self) -> int:
-        return self._in_flight.total()
-
     def sync(self, shards: Iterable[ParameterShard], version: int) -> None:
         self._ready = False
         self.received_bytes = adopt(self.model, shards, self._dtype, self._device)
@@ -116,6 +72,21 @@ class TransformersRollout(RolloutEngine):
     def release(self) -> None:
         self._ready = False
         forget_weights(self.model)
+
+    def _enqueue(self, group: Group) -> None:
+        self._queue.append(group)
+
+    def _unfinished(self, group_ids: set[int]) -> list[Rollout]:
+        queued = [rollout for group in self._queue for rollout in group.waiting]
+        return [rollout for rollout in (*queued, *self._live) if rollout.group.group_id in group_ids]
+
+    @torch.inference_mode()
+    def _end(self, rollouts: Sequence[Rollout]) -> None:
+        for group in self._queue:
+            self._done += [rollout for rollout in group.waiting if rollout.reason is not None]
+            group.waiting = [rollout for rollout in group.waiting if rollout.reason is None]
+        self._queue = deque(group for group in self._queue if group.waiting)
+        self._retire()
 
     # ---- one step
     @torch.inference_mode()
@@ -216,39 +187,6 @@ class TransformersRollout(RolloutEngine):
         for row, group in enumerate(groups):
             group.prefill, group.prefill_row = prompts, row
 
-    # ---- checks and tables
-    def _check_ready(self) -> None:
-        if not self._ready:
-            raise EngineError("the rollout engine has no complete set of weights: sync it before it samples.")
-
-    def _check_prompts(self, lengths: list[int], group_ids: list[int]) -> None:
-        seen: set[int] = set()
-        for row, (length, group_id) in enumerate(zip(lengths, group_ids, strict=True)):
-            if not length:
-                raise BatchError(f"row {row} has an empty prompt; at least one token is needed to sample from.")
-            if length >= self._context:
-                raise BatchError(
-                    f"row {row} has a prompt of {length} tokens, which leaves no room for a response in a context of "
-                    f"{self._context} (rollout.max_context_tokens): shorten or drop it (data.max_prompt_tokens)."
-                )
-            if group_id in seen or group_id in self._in_flight:
-                raise BatchError(
-                    f"row {row}: group_id {group_id} is in flight already; ask for several samples with sampling.n, "
-                    "not with repeated rows."
-                )
-            seen.add(group_id)
-
-    def _rules_of(self, sampling: Sampling) -> Rules:
-        vocabulary = self.model.config.vocab_size
-        outside = [token for token in sampling.banned_tokens if not 0 <= token < vocabulary]
-        if outside:
-            raise ConfigError(f"sampling.banned_tokens: {outside} are no tokens of a vocabulary of {vocabulary}.")
-        if sampling not in self._rules:
-            stop = StopRule(self._tokenizer, self._end_ids, sampling.stop)
-            banned = torch.tensor(sampling.banned_tokens, dtype=torch.int64, device=self._device)
-            self._rules[sampling] = Rules(sampling, stop, banned)
-        return self._rules[sampling]
-
 
 def _prefill_batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
     """Prompts of like length together, so that little of a prefill is padding; PREFILL_TOKENS at most."""
@@ -280,13 +218,3 @@ def _context_tokens(model_config: Any, config: TransformersConfig) -> int:
             f"set rollout.max_context_tokens={window} or less, or choose another engine."
         )
     return context
-
-
-def _end_ids(path: str, model_config: Any, tokenizer: Any) -> set[int]:
-    """Ids that end a response: those of the generation configuration (none: the model's) and of the tokenizer."""
-    try:
-        named = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        named = model_config.eos_token_id
-    ids = named if isinstance(named, list) else [named]
-    return {token for token in (*ids, tokenizer.eos_token_id) if token is not None}
