@@ -24,6 +24,7 @@ from .columns import (
     Kind,
     Ragged,
     Stored,
+    aligned,
     as_column,
     concat_rows,
     kind_of,
@@ -82,7 +83,7 @@ class Batch:
             name: value if isinstance(value, Stored) else as_column(name, value) for name, value in columns.items()
         }
         _check_lengths(checked, ids)
-        self._columns = _aligned(checked)
+        self._columns = aligned(checked)
         self.ids = None if ids is None else read_only(np.asarray(ids, np.int64))
         self.metrics: dict[str, float] = dict(metrics or {})
 
@@ -119,9 +120,11 @@ class Batch:
 
     def lengths(self, name: str) -> Array:
         """Row lengths of a ragged column, [n]."""
-        column = self._column(name)
+        column, spec = self._column(name), spec_of(name)
         if isinstance(column, Stored) and column.kind is Kind.RAGGED and column.known is not None:
             return column.known
+        if isinstance(column, Stored) and spec is not None and spec.aligned in self._columns:
+            return self.lengths(spec.aligned)
         return _ragged(name, self._here(name)).lengths
 
     @property
@@ -150,7 +153,7 @@ class Batch:
             pairs = zip(self._array(FIRST_STAYS), other._array(FIRST_STAYS), strict=True)
             merged[FIRST_STAYS] = read_only(objects(first if first is not None else second for first, second in pairs))
         ids = self.ids if self.ids is not None else other.ids
-        return _kind(self, other)._of(_aligned(merged), ids, {**self.metrics, **other.metrics})
+        return _kind(self, other)._of(aligned(merged), ids, {**self.metrics, **other.metrics})
 
     def select(self, *names: str) -> Self:
         """Only these columns."""
@@ -173,7 +176,7 @@ class Batch:
             new_name.get(n, n): as_column(new_name[n], c) if n in new_name and not isinstance(c, Stored) else c
             for n, c in self._columns.items()
         }
-        return self._of(_aligned(columns), self.ids, self.metrics)
+        return self._of(aligned(columns), self.ids, self.metrics)
 
     def with_metrics(self, metrics: Metrics) -> Self:
         """The same rows, with these metrics riding along beside those there are."""
@@ -254,6 +257,7 @@ class Batch:
     # ---- data
     def fetch(self, *names: str) -> Batch:
         """These columns (all, if none is named), here in this process."""
+        self._read(names or self.names)
         return Batch._of({name: self._here(name) for name in names or self._columns}, self.ids, self.metrics)
 
     def to_torch(self, *names: str) -> dict[str, torch.Tensor]:
@@ -282,6 +286,7 @@ class Batch:
 
     def __getstate__(self) -> dict[str, Any]:
         """With all values: where a column is kept means nothing to whoever is handed the bytes."""
+        self._read(self.names)
         columns = {name: self._here(name) for name in self._columns}
         return {"_columns": columns, "ids": self.ids, "metrics": self.metrics}
 
@@ -307,6 +312,17 @@ class Batch:
                 return column.known
             column = self._columns[name] = column.read()
         return column
+
+    def _read(self, names: Sequence[str]) -> None:
+        """Bring these columns here, those that were made together at once."""
+        together: dict[int, dict[str, Stored]] = {}
+        for name in names:
+            column = self._column(name)
+            if isinstance(column, Stored) and (column.kind is Kind.RAGGED or column.known is None):
+                together.setdefault(id(column.rows), {})[name] = column
+        for stored in together.values():
+            values = next(iter(stored.values())).rows.read(list({column.name for column in stored.values()}))
+            self._columns |= {name: values[column.name] for name, column in stored.items()}
 
     def _array(self, name: str) -> Array:
         """A column with one value a row, for the verbs."""
@@ -450,30 +466,6 @@ def _check_lengths(columns: Mapping[str, AnyColumn], ids: Array | None) -> None:
         lengths["row ids"] = len(ids)
     if len(set(lengths.values())) > 1:
         raise BatchError(f"columns of different length: {lengths}.")
-
-
-def _aligned(columns: Mapping[str, AnyColumn]) -> dict[str, AnyColumn]:
-    """The columns, each per-token one with the very offsets of response_ids: selecting rows does its work once.
-
-    Errors: BatchError for a per-token column whose row lengths are others.
-    """
-    aligned = dict(columns)
-    for name, column in columns.items():
-        spec = spec_of(name)
-        if spec is None or spec.aligned is None:
-            continue
-        owner = columns.get(spec.aligned)
-        if not isinstance(column, Ragged) or not isinstance(owner, Ragged) or column.offsets is owner.offsets:
-            continue
-        wrong = np.flatnonzero(column.lengths != owner.lengths)
-        if len(wrong):
-            row = int(wrong[0])
-            raise BatchError(
-                f"column '{name}' has {column.lengths[row]} values in row {row}, where {spec.aligned} has "
-                f"{owner.lengths[row]} tokens: one value a token is needed."
-            )
-        aligned[name] = Ragged(column.values, owner.offsets)
-    return aligned
 
 
 def _check_same_rows(left: Batch, right: Batch) -> None:

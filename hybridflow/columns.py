@@ -86,9 +86,11 @@ Column = Array | Ragged  # an array of dtype object is an OBJECTS column
 class Stored(ABC):
     """A column whose values are kept elsewhere: rows of it are chosen and joined without reading them.
 
-    known: what is known of it here: a dense column's values, a ragged one's lengths; None: nothing.
+    name: where it is kept. known: what is known of it here: a dense column's values, a ragged one's lengths; None:
+    nothing.
     """
 
+    name: str
     kind: Kind
     known: Array | None
     rows: StoredRows
@@ -100,9 +102,13 @@ class Stored(ABC):
     def at(self, rows: StoredRows, index: Index) -> Stored:
         """The column at `rows`, which are this column's rows taken by `index`."""
 
-    @abstractmethod
     def read(self) -> Column:
         """The values, here."""
+        return self.rows.read([self.name])[self.name]
+
+    @abstractmethod
+    def alike(self, other: Stored) -> bool:
+        """Whether `other` is the same column of other rows, so that the two can be joined unread."""
 
     @abstractmethod
     def joined(self, rows: StoredRows, parts: Sequence[Stored]) -> Stored:
@@ -127,6 +133,10 @@ class StoredRows(ABC):
     @abstractmethod
     def joined(self, others: Sequence[StoredRows]) -> StoredRows:
         """These rows, then those of the others."""
+
+    @abstractmethod
+    def read(self, names: Sequence[str]) -> dict[str, Column]:
+        """These columns of all rows, in their order, here."""
 
 
 AnyColumn = Column | Stored
@@ -250,7 +260,8 @@ def take_rows(columns: Mapping[str, AnyColumn], rows: Index) -> dict[str, AnyCol
 def concat_rows(parts: Sequence[Mapping[str, AnyColumn]]) -> dict[str, AnyColumn]:
     """The rows of all parts, which have the same column names. Ragged columns that shared offsets still do.
 
-    A column that is stored in some parts only is read. Errors: BatchError for a column that is ragged in one part only.
+    A column that is stored in some parts only, or as different ones, is read. Errors: BatchError for one that is ragged
+    in one part only.
     """
     offsets: dict[tuple[int, ...], NDArray[np.int64]] = {}
     stored: dict[tuple[int, ...], StoredRows] = {}
@@ -258,7 +269,7 @@ def concat_rows(parts: Sequence[Mapping[str, AnyColumn]]) -> dict[str, AnyColumn
     for name in parts[0]:
         everywhere = [part[name] for part in parts]
         kept = [column for column in everywhere if isinstance(column, Stored)]
-        if len(kept) == len(everywhere):
+        if len(kept) == len(everywhere) and all(kept[0].alike(column) for column in kept):
             rows = tuple(id(column.rows) for column in kept)
             if rows not in stored:
                 stored[rows] = kept[0].rows.joined([column.rows for column in kept[1:]])
@@ -276,6 +287,30 @@ def concat_rows(parts: Sequence[Mapping[str, AnyColumn]]) -> dict[str, AnyColumn
             offsets[key] = read_only(offsets_of(np.concatenate([column.lengths for column in ragged])))
         joined[name] = Ragged(read_only(np.concatenate([column.values for column in ragged])), offsets[key])
     return joined
+
+
+def aligned(columns: Mapping[str, AnyColumn]) -> dict[str, AnyColumn]:
+    """The columns, each per-token one with the very offsets of response_ids: selecting rows does its work once.
+
+    Errors: BatchError for a per-token column whose row lengths are others.
+    """
+    together = dict(columns)
+    for name, column in columns.items():
+        spec = spec_of(name)
+        if spec is None or spec.aligned is None:
+            continue
+        owner = columns.get(spec.aligned)
+        if not isinstance(column, Ragged) or not isinstance(owner, Ragged) or column.offsets is owner.offsets:
+            continue
+        wrong = np.flatnonzero(column.lengths != owner.lengths)
+        if len(wrong):
+            row = int(wrong[0])
+            raise BatchError(
+                f"column '{name}' has {column.lengths[row]} values in row {row}, where {spec.aligned} has "
+                f"{owner.lengths[row]} tokens: one value a token is needed."
+            )
+        together[name] = Ragged(column.values, owner.offsets)
+    return together
 
 
 def read_only(array: Array) -> Array:

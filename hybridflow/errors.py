@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar
@@ -74,6 +75,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean X?` for the nearest known word, or an empty string."""
     close = get_close_matches(word, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def named(error: BaseException) -> str:
+    """Type and message of any error, as they end its traceback; without notes."""
+    lines = traceback.format_exception_only(error)
+    notes = sum(str(note).count("\n") + 1 for note in getattr(error, "__notes__", ()))
+    return lines[-1 - notes].strip()
 
 
 def _rebuild(kind: type[HybridFlowError], message: str, where: str | None) -> HybridFlowError:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import Batch, RowKind, row_ids
-from hybridflow.controller.protocols import ALL_TO_ALL, DP, ONE_TO_ALL, THREE_D, THREE_D_PP_ONLY
+from hybridflow.controller.protocols import ALL_TO_ALL, DP, ONE_TO_ALL, THREE_D, THREE_D_GROUPS, THREE_D_PP_ONLY
 from hybridflow.controller.worker import Worker, remote
+from hybridflow.errors import BatchError
 from hybridflow.layout import ParallelLayout
 
 
@@ -36,6 +37,14 @@ class Plain(Worker[ParallelLayout]):
     @remote(THREE_D)
     def whose(self, batch: Batch) -> Batch:
         return Batch({"rank": np.full(len(batch), self.rank)}, batch.ids)
+
+    @remote(THREE_D_GROUPS)
+    def whose_group(self, batch: Batch) -> Batch:
+        return Batch({"rank": np.full(len(batch), self.rank)}, batch.ids)
+
+    @remote(DP)
+    def added(self, first: Batch, second: Batch) -> Batch:
+        return Batch({"sum": first.array("n") + second.array("n")}, first.ids)
 
     @remote(DP)
     def repeat(self, batch: Batch, times: int) -> Batch:
@@ -115,6 +124,10 @@ class Faulty(Worker[ParallelLayout]):
     def reads(self, batch: Batch) -> Batch:
         raise ValueError(f"cannot digest row {batch.array('n')[0]}")
 
+    @remote(DP)
+    def refuses(self, batch: Batch) -> Batch:
+        raise BatchError("row 3 does not fit")
+
 
 def fault(how: str) -> None:
     """A fault of this process."""
@@ -136,6 +149,7 @@ def fault(how: str) -> None:
         ctypes.PyDLL(None).pause()
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # this thread may run on for a moment
     if how == "node":  # the node's own process goes, and takes its workers with it
         os.kill(os.getppid(), signal.SIGKILL)
         threading.Event().wait()

@@ -430,6 +430,14 @@ def test_every_rank_says_the_same_of_what_went_wrong_on_one(ranks: int, runs: Ru
     assert step.startswith("EngineError: optimizer step 1") and "in row 0 (group_id 2)" in step
 
 
+def test_a_frozen_model_is_arranged_as_its_ranks_allow() -> None:
+    training = FSDPConfig(shard_size=4, sequence_parallel=2)
+    assert [training.fitted(ranks).layout(ranks).cp for ranks in (1, 2, 3, 4, 6)] == [1, 2, 1, 2, 2]
+    assert [training.fitted(ranks).shard_size for ranks in (1, 2, 3, 4, 6)] == [1, 2, 1, 4, 2]
+    with pytest.raises(ConfigError, match=r"^critic\.training\.shard_size=4 does not divide 2 ranks: legal values"):
+        training.layout(2, "critic.training")
+
+
 def test_arrangements_that_do_not_divide_name_the_legal_ones() -> None:
     check_ranks(FSDPConfig(), 3)
     check_ranks(FSDPConfig(shard_size=2, sequence_parallel=4), 8)

@@ -175,6 +175,11 @@ def test_a_ppo_run_killed_in_the_critics_step_resumes_to_the_same_weights_and_me
         (grpo, ["advantage=gae"], r"^advantage=gae reads the values of a critic, and grpo has none: take another"),
         (
             ppo,
+            ["algorithm.critic_warmup_steps=4", "run.steps=4"],
+            r"^algorithm\.critic_warmup_steps=4, but the run has 4 steps: the policy would never learn",
+        ),
+        (
+            ppo,
             ["advantage=reinforce"],
             r"^ppo has a critic, but advantage=reinforce reads no values of it: say advantage",
         ),

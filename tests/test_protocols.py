@@ -15,9 +15,9 @@ from hybridflow.batch import Batch, RowKind, row_ids
 from hybridflow.controller.protocols import (
     ALL_TO_ALL,
     DP,
-    DP_GROUPS,
     ONE_TO_ALL,
     THREE_D,
+    THREE_D_GROUPS,
     THREE_D_PP_ONLY,
     Parts,
     Protocol,
@@ -73,7 +73,7 @@ def test_rows_are_split_over_dp_and_equal_within_one_dp_coordinate(
         assert kwargs["flag"] == 3
 
 
-@given(LAYOUTS, st.lists(st.integers(0, 26), max_size=9), st.sampled_from([DP, DP_GROUPS, THREE_D]))
+@given(LAYOUTS, st.lists(st.integers(0, 26), max_size=9), st.sampled_from([DP, THREE_D_GROUPS, THREE_D]))
 def test_parts_of_any_size_go_to_their_dp_coordinates_and_come_back_in_their_order(
     layout: ParallelLayout, part_of_row: list[int], protocol: Protocol
 ) -> None:

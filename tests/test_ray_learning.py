@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from hybridflow import Run
+from hybridflow import Run, recipe
 from hybridflow.recipes import grpo, ppo
 from tests.runs import numbers, quick, weights
 from tests.test_learning import SETTING as GRPO_LEARNS
@@ -51,6 +54,40 @@ def test_two_ranks_compute_what_one_does(
     assert one.keys() == two.keys()
     for name in one.keys() - set(OF_RANKS):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("driver", [grpo, ppo])
+def test_weights_that_two_ranks_learn_from_the_same_rollouts_are_those_of_one(
+    ray_cluster: None, tiny_model: Path, tmp_path: Path, driver: Driver
+) -> None:
+    def steady(worker: Any) -> None:
+        """An optimizer that does not magnify rounding where a gradient is almost 0."""
+        for group in worker._train._optimization._optimizer.param_groups:
+            group["eps"] = 1e-5
+
+    @recipe(*driver.overrides)  # type: ignore[attr-defined]
+    def measured(run: Run) -> None:
+        declared = run.groups
+
+        def groups(*roles: Any) -> Any:
+            made = declared(*roles)
+            for handle in made:
+                if handle.role in ("actor", "critic"):
+                    handle.on_ranks(steady)
+            return made
+
+        run.groups = groups  # type: ignore[method-assign]
+        driver(run)
+
+    words = ("run.steps=1", "algorithm.minibatches=2", "algorithm.epochs=2", "training.lr=1e-3", "algorithm.kl=loss")
+    found = []
+    for name, placed in {"one": (), "two": ("run.runtime=ray", "placement.actor=2")}.items():
+        quick(tiny_model, tmp_path / name, *words, *placed, driver=measured)
+        found.append(load_file(tmp_path / name / "export" / "model.safetensors"))
+    start = load_file(tiny_model / "model.safetensors")
+    for weight, one in found[0].items():
+        torch.testing.assert_close(found[1][weight], one, rtol=0, atol=1e-5)
+    assert max(float((found[0][weight] - start[weight]).abs().max()) for weight in start) > 1e-3
 
 
 def test_grpo_learns_on_two_ranks(ray_cluster: None, tiny_model: Path, tmp_path: Path) -> None:

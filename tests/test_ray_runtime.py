@@ -15,10 +15,11 @@ from hybridflow.batch import Batch, RowKind, concat, row_ids
 from hybridflow.columns import Ragged
 from hybridflow.controller.batch_ref import BatchRef
 from hybridflow.controller.group import Place
+from hybridflow.controller.runtime.inline import InlineRuntime
 from hybridflow.controller.runtime.ray.runtime import Deadlines, RayRuntime
 from hybridflow.controller.stored import StoredColumn
 from hybridflow.controller.trace import Trace
-from hybridflow.errors import BatchError, ConfigError, WorkerError
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError, WorkerError
 from hybridflow.layout import Coordinates, ParallelLayout
 from tests.ray_roles import Plain
 
@@ -27,9 +28,7 @@ LAYOUT = ParallelLayout(pp=2, dp=2)
 
 
 def runtime_in(folder: Path, **deadlines: float) -> RayRuntime:
-    return RayRuntime(
-        Trace(), seed=0, deadlines=Deadlines(**deadlines), failure_folder=folder / "failure", say=lambda line: None
-    )
+    return RayRuntime(Trace(), seed=0, deadlines=Deadlines(**deadlines), failure_folder=folder / "failure", say=print)
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +141,69 @@ def test_a_function_of_tokens_runs_beside_the_shards_and_one_of_rows_in_the_driv
     assert per_row.fetch("advantages").ragged("advantages").lengths.tolist() == made.lengths("response_ids").tolist()
 
 
+def test_rows_without_identities_come_back_in_their_order(group: Any) -> None:
+    batch = Batch(rows(40).fetch()._columns)  # of very unlike lengths, so that they are placed out of order
+    assert batch.ids is None
+    assert group("other").double(batch).fetch()["twice"].tolist() == [2 * i for i in range(40)]
+
+
+def test_columns_kept_under_different_names_are_joined_as_themselves(group: Any) -> None:
+    made = group("plain").repeat(rows(6), 1)
+    made = made.select("n", "number", "prompt_ids", "response_ids")
+    swapped = made.drop("prompt_ids", "response_ids") | made.select("prompt_ids", "response_ids").rename(
+        prompt_ids="response_ids", response_ids="prompt_ids"
+    )
+    together = concat([made, swapped]).fetch()
+    expected = rows(6).ragged("prompt_ids").values.tolist()
+    assert np.concatenate([together.ragged("response_ids")[row] for row in range(6, 12)]).tolist() == expected
+
+
+def test_objects_are_read_apart_from_the_columns_beside_them(group: Any) -> None:
+    made = group("plain").repeat(rows(5), 2)
+    assert made.fetch("wide", "text")["text"].tolist() == [f"row {i}" for i in range(5) for _ in range(2)]
+    assert made.lengths("response_ids").tolist() == np.repeat(rows(5).lengths("response_ids"), 2).tolist()
+
+
+def test_lengths_of_a_column_that_follows_another_are_known_without_reading_it(group: Any) -> None:
+    batch = rows(12)
+    made = group("plain").repeat(batch, 1)
+    made |= group("plain").double(made)
+    assert made.lengths("advantages").tolist() == batch.lengths("response_ids").tolist()
+    assert isinstance(made._column("advantages"), StoredColumn)
+
+
+def test_two_runs_of_one_process_read_their_own_rows(group: Any, tmp_path: Path) -> None:
+    made = group("plain").repeat(rows(9), 1)
+    runtime = runtime_in(tmp_path)
+    other = Plain(LAYOUT, "plain", group=runtime.group("plain", Plain, LAYOUT, Place("plain", LAYOUT.size)))
+    few = other.repeat(rows(3), 1)
+    assert made.fetch("n")["n"].tolist() == list(range(9))
+    assert few.fetch("response_ids").lengths("response_ids").tolist() == rows(3).lengths("response_ids").tolist()
+    runtime.close()
+    assert made.fetch("text")["text"].tolist() == [f"row {i}" for i in range(9)]
+    assert len(group("plain").double(made)) == 9
+    with pytest.raises(HybridFlowError, match="its run is over"):
+        few.fetch("text")
+
+
+def test_a_call_answers_for_the_rows_of_its_first_batch_and_whole_groups_stay_on_a_rank(group: Any) -> None:
+    groups = Batch({"n": np.arange(7), "group_id": np.array([0, 0, 0, 1, 2, 2, 2])}, rows(7).ids)
+    ranks = group("other").whose_group(groups).fetch()["rank"]
+    assert all(len(set(ranks[groups["group_id"] == of].tolist())) == 1 for of in range(3))
+    assert len(set(ranks.tolist())) == 3
+    first, second = rows(4), Batch({"n": np.arange(4) * 10}, row_ids(RowKind.ROLLOUT, np.arange(4) + 100))
+    assert group("plain").added(first, second).fetch()["sum"].tolist() == [0, 11, 22, 33]
+
+
 def test_a_method_that_reorders_its_rows_is_told(group: Any, ray_cluster: None, tmp_path: Path) -> None:
     runtime = runtime_in(tmp_path)
     plain = Plain(ParallelLayout(), "plain", group=runtime.group("plain", Plain, ParallelLayout(), Place("plain")))
     with pytest.raises(BatchError, match=r"plain\.backwards, rank 0 .*never drops, adds or reorders rows"):
         len(plain.backwards(rows(5)))
     runtime.close()
+    inline = Plain(ParallelLayout(), "plain", group=InlineRuntime(Trace()).group("plain", Plain, None, Place("plain")))
+    with pytest.raises(BatchError, match=r"plain\.backwards, rank 0: .*never drops, adds or reorders rows"):
+        inline.backwards(rows(5))
 
 
 def test_case_28_more_ranks_than_the_cluster_could_ever_hold_are_refused_at_once(

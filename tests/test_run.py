@@ -166,6 +166,16 @@ def test_case_03_a_wrong_group_id_is_an_error(tiny_model: Path, tmp_path: Path) 
         quick(tiny_model, tmp_path / "run", driver=mistaken)
 
 
+def test_a_debugged_rank_that_there_is_not_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    words = ("run.runtime=ray", "placement.actor=2")
+    for value, message in {
+        "acter:0": r"^run\.debug=acter:0: the groups are actor, .*Did you mean actor\?",
+        "actor:2": r"^run\.debug=actor:2: actor has ranks 0 to 1\.",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            quick(tiny_model, tmp_path / "run", *words, f"run.debug={value}")
+
+
 def test_a_run_folder_in_use_by_another_process_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     other = FolderLock()

@@ -24,6 +24,12 @@ class Place:
     devices: bool = True
 
 
+OTHER_ROWS = (
+    "the rows that went in came out as others: a worker never drops, adds or reorders rows, and answers for those of "
+    "its first batch."
+)
+
+
 class WorkerGroup(ABC):
     """What a runtime makes of a role: its ranks, and one call to all of them.
 

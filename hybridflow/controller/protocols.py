@@ -2,8 +2,8 @@
 
 A protocol is a pair of pure functions of the group's layout. Only Batch arguments are split, into parts of consecutive
 rows: brought together in the order of the parts they have the original order, whichever rank was done first. Part sizes
-differ by at most one row; a part may be empty. A runtime that balances cost hands over `Parts` of its own choice, and
-restores the order by the rows' identities.
+differ by at most one row; a part may be empty. A runtime that balances cost hands over `Parts` of its own choice, the
+same for all batches with as many rows as the first, and restores the order by the rows' identities.
 
 Source: HybridFlow, arXiv 2409.19256, section 4.1 and Table 3.
 """
@@ -11,7 +11,7 @@ Source: HybridFlow, arXiv 2409.19256, section 4.1 and Table 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..batch import Batch, concat
@@ -106,11 +106,11 @@ needs one, and asks with ALL_TO_ALL for those that differ.)"""
 DP = Protocol("DP", split_over_dp, of_each_dp, parts=lambda layout: layout.dp)
 """Rows split over data-parallel ranks. Metrics are of the whole batch on every rank, so rank 0's are taken."""
 
-DP_GROUPS = Protocol("DP_GROUPS", split_over_dp, of_each_dp, parts=lambda layout: layout.dp, unit="group_id")
-"""As DP; rows of one group (group_id) go to one rank, for losses that compare them."""
-
 THREE_D = Protocol("THREE_D", split_over_dp, of_last_stage, parts=lambda layout: layout.dp)
 """Rows split over data-parallel groups of ranks that share a model by tensor, pipeline and context parallelism."""
+
+THREE_D_GROUPS = replace(THREE_D, name="THREE_D_GROUPS", unit="group_id")
+"""As THREE_D; rows of one group (group_id) go to one rank, for losses that compare them."""
 
 THREE_D_PP_ONLY = Protocol("THREE_D_PP_ONLY", broadcast, of_each_stage)
 """What differs between pipeline stages alone, such as the names of weights. The method returns a list."""

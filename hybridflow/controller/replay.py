@@ -1,6 +1,6 @@
 """A failed call's inputs: kept with the run, to be made again on one inline rank, where breakpoints work.
 
-That is the same computation, because results do not depend on how rows are cut, packed or placed. Functions and classes
+Results do not depend on how rows are cut, packed or placed; weights are what the caller restores. Functions and classes
 of the user's own files are kept by name: a breakpoint or a mended line in the file counts.
 """
 
@@ -67,8 +67,9 @@ class Replay:
 @contextmanager
 def _own_files_by_name() -> Iterator[dict[str, str]]:
     """Modules made of the user's files, which else are pickled by value, and where those are."""
-    registered = (sys.modules.get(name) for name in cloudpickle.list_registry_pickle_by_value())
-    own = [module for module in registered if module is not None and module.__file__]
+    registered = ((name, sys.modules.get(name)) for name in cloudpickle.list_registry_pickle_by_value())
+    # under the name that a file had when a call failed there may be the module of the mended file
+    own = [module for name, module in registered if module and module.__name__ == name and module.__file__]
     for module in own:
         cloudpickle.unregister_pickle_by_value(module)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +72,8 @@ class Placed(StoredRows):
         came = np.argsort(self.shard, kind="stable")
         back = np.empty(len(came), np.int64)
         back[came] = np.arange(len(came))
-        return _local(take_rows(concat_rows(parts), back))
+        columns: dict[str, Any] = take_rows(concat_rows(parts), back)
+        return columns
 
 
 class StoredColumn(Stored):
@@ -88,15 +89,15 @@ class StoredColumn(Stored):
         known = None if self.known is None else self.known[index]
         return StoredColumn(self.name, self.kind, rows, known, self.bytes_a_row)
 
+    def alike(self, other: Stored) -> bool:
+        return (self.name, self.kind) == (other.name, other.kind)
+
     def joined(self, rows: StoredRows, parts: Sequence[Stored]) -> Stored:
         assert isinstance(rows, Placed)
         known = [part.known for part in parts if part.known is not None]
         together = np.concatenate(known) if len(known) == len(parts) else None
         size = sum(part.nbytes for part in parts) / max(1, len(rows))
         return StoredColumn(self.name, self.kind, rows, together, size)
-
-    def read(self) -> Column:
-        return self.rows.read([self.name])[self.name]
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +119,3 @@ def _placed(shards: Sequence[Shard], shard: Array, row: Array) -> Placed:
 
 def _smallest(count: int) -> np.dtype[Any]:
     return np.min_scalar_type(max(0, count - 1))
-
-
-def _local(columns: Mapping[str, Any]) -> dict[str, Column]:
-    return dict(columns)

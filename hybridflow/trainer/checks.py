@@ -65,6 +65,16 @@ def check(config: Config) -> None:
         runtime_of(config)
 
 
+def check_warmup(config: Config, steps: int) -> None:
+    """Errors: ConfigError if a run of so many steps ends before the policy begins to learn."""
+    warmup = config.algorithm.critic_warmup_steps
+    if warmup >= steps:
+        raise ConfigError(
+            f"algorithm.critic_warmup_steps={warmup}, but the run has {steps} steps: the policy would never learn. "
+            "Lower the one, or raise run.steps or run.epochs."
+        )
+
+
 def _check_ranges(config: Config) -> None:
     for key, value in leaves(resolved(config)):
         if isinstance(value, float) and not math.isfinite(value):

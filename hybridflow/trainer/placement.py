@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,17 @@ def debugged(value: str) -> tuple[str, int] | None:
     if not group or not rank.isdigit():
         raise ConfigError(f"run.debug={value}: give ROLE:RANK, as in actor:3, or none.")
     return group, int(rank)
+
+
+def check_debugged(value: str, ranks: Mapping[str, int]) -> None:
+    """Errors: ConfigError if run.debug names none of these groups, or a rank that its group lacks."""
+    if (found := debugged(value)) is None:
+        return
+    group, rank = found
+    if group not in ranks:
+        raise ConfigError(f"run.debug={value}: the groups are {', '.join(ranks)}.{did_you_mean(group, ranks)}")
+    if rank >= ranks[group]:
+        raise ConfigError(f"run.debug={value}: {group} has ranks 0 to {ranks[group] - 1}.")
 
 
 def _refuse_ray_keys(config: Config) -> None:

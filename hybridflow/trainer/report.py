@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from ..batch import Batch
+from .console import spread
 
 CURVES = {  # title -> metrics drawn together
     "Reward of rollouts": ["reward/mean"],
@@ -24,6 +25,7 @@ CURVES = {  # title -> metrics drawn together
     "Groups without variance": ["groups/without_variance"],
     "Seconds per step": ["time/step"],
 }
+SAMPLES = 8
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
 <style>
@@ -45,18 +47,20 @@ pre { background: #f5f6f8; padding: 1rem; overflow-x: auto; }
 
 
 def write_report(
-    path: Path, title: str, config: str, metrics: Sequence[Mapping[str, float]], samples: Batch | None
-) -> None:
-    """Write the page. metrics: the rows of metrics.jsonl. samples: rollouts to show, None if there are none."""
+    folder: Path, title: str, config: str, metrics: Sequence[Mapping[str, float]], rows: Batch | None
+) -> Path:
+    """Write the page into a run's folder. metrics: of metrics.jsonl. rows: rollouts, of which some are shown."""
     drawn = [_curve(name, names, metrics) for name, names in CURVES.items()]
     page = PAGE.substitute(
         title=html.escape(title),
         summary=html.escape(_summary(metrics)),
         curves="\n".join(svg for svg in drawn if svg),
-        samples=_table(samples) if samples is not None else "<p>None.</p>",
+        samples=_table(spread(rows, SAMPLES)) if rows is not None else "<p>None.</p>",
         config=html.escape(config),
     )
+    path = folder / "report.html"
     path.write_text(page)
+    return path
 
 
 def _summary(metrics: Sequence[Mapping[str, float]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +25,13 @@ from ..workers.scoring import reward_functions
 from ..workers.settings import Settings
 from .advantages import Advantages
 from .checkpoint import Checkpoints, move_aside
+from .checks import check_warmup
 from .completions import Completions
 from .config import Config, check, resolved, to_yaml
-from .console import Console, plan, spread
+from .console import Console, plan
 from .export import export, exported_step
 from .lock import FolderLock
-from .placement import make_runtime, place_of
+from .placement import check_debugged, make_runtime, place_of
 from .report import write_report
 from .resume import DriverState, check_same_run, comparable, random_state
 from .rows import Rows, RowsSettings, check_given
@@ -38,7 +40,6 @@ from .unread import unread_by_roles, unread_without_validation
 from .validation import Validation
 
 Rollout = Callable[[Batch, Sampling], Batch]
-SAMPLES_IN_REPORT = 8
 
 
 class HasState(Protocol):
@@ -295,15 +296,12 @@ class Run:
     def _optimizer_steps_a_step(self) -> int:
         return self.algorithm.epochs * self.algorithm.minibatches
 
-    @property
-    def _export_folder(self) -> Path:
-        return self.folder / "export"
-
     # ---- start, commit, finish
     def _check_roles(self) -> None:
         """Once, at the first step or validation, when the driver has declared what it uses."""
         if not self._checked:
             unread_by_roles(self.config, set(self._handles), self.name, trains=self.trains)
+            check_debugged(self.config.run.debug, {name: h.layout.size for name, h in self._handles.items()})
             self._checked = True
 
     def _start(self, validate: Rollout | None) -> bool:
@@ -312,6 +310,7 @@ class Run:
         from ..workers.models.loading import model_path
 
         self._check_roles()
+        check_warmup(self.config, self.total_steps)
         self._began = time.perf_counter()
         if self._saved is not None and self._resumed_from is not None:
             check_same_run(self._saved, comparable(self.config), self._rows.info.fingerprint, self._resumed_from)
@@ -325,7 +324,7 @@ class Run:
             self._resume(self._saved)
         (self.folder / "config.yaml").write_text(to_yaml(self.config))
         self._trackers = [self._tracker(name) for name in self.config.run.trackers]
-        if self._done and (not self.config.run.export or exported_step(self._export_folder) == self.step):
+        if self._done and (not self.config.run.export or exported_step(self.folder / "export") == self.step):
             return False
         for name, group in self._running():
             group.start()
@@ -469,12 +468,11 @@ class Run:
         kinds = (Actor, RewardModel)  # of several that a driver declares, the policy is what it trains
         models = [handle for kind in kinds for handle in self._handles.values() if isinstance(handle, kind)]
         if self.config.run.export and models:
-            export(self._export_folder, self.step, models[0].export)
+            export(self.folder / "export", self.step, models[0].export)
             self.console.idle()
-            self.console.say(f"model exported to {self._export_folder}")
-        samples = None if self.last_rows is None else spread(self.last_rows, SAMPLES_IN_REPORT)
-        report = self.folder / "report.html"
-        write_report(report, f"{self.name}: {self.folder.name}", to_yaml(self.config), self._metrics.rows(), samples)
+            self.console.say(f"model exported to {self.folder / 'export'}")
+        title = f"{self.name}: {self.folder.name}"
+        report = write_report(self.folder, title, to_yaml(self.config), self._metrics.rows(), self.last_rows)
         self.console.say(f"report: {report}")
 
     def _tracker(self, spec: str) -> Tracker:
@@ -485,13 +483,14 @@ class Run:
     def close(self) -> None:
         """Ends the groups and trackers; what was committed is on disk already."""
         self.console.idle()
-        if "_runtime" in self.__dict__:
-            self._runtime.close()
-        for tracker in self._trackers:
-            tracker.close()
-        self._trackers = ()
-        self.trace.close()
-        self._lock.release()
+        trackers, self._trackers = self._trackers, ()
+        with ExitStack() as ends:  # one that cannot be ended keeps no other from it
+            ends.callback(self._lock.release)
+            ends.callback(self.trace.close)
+            for tracker in trackers:
+                ends.callback(tracker.close)
+            if "_runtime" in self.__dict__:
+                ends.callback(self._runtime.close)
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,7 @@ RULES = (
         "loss={c.loss.name} is a mean over pairs of scores and reads it nowhere: leave it out.",
     ),
     Rule(
-        ("algorithm.kl_coef", "algorithm.kl_estimator", "algorithm.kl_horizon"),
+        ("algorithm.kl_coef", "algorithm.kl_estimator", "algorithm.kl_horizon", "placement.reference"),
         lambda c: c.algorithm.kl == "none",
         "algorithm.kl=none reads it nowhere: say algorithm.kl=loss or algorithm.kl=reward.",
     ),
@@ -90,6 +90,11 @@ RULES = (
         ("reward.timeout_s",),
         lambda c: c.reward.workers == 0,
         "reward.workers=0 scores in the driver, where nothing times out: set reward.workers.",
+    ),
+    Rule(
+        ("placement.reward_model",),
+        lambda c: c.reward.model is None and head_of(_loss(c)) != "score",
+        "nothing asks for a reward model: say reward.functions=[model] reward.model=PATH.",
     ),
     Rule(
         ("run.epochs",),

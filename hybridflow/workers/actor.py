@@ -14,12 +14,12 @@ from ..algorithms.objective import PolicyObjective
 from ..batch import Batch, Metrics, RowKind, row_ids
 from ..columns import FinishReason, Ragged, objects
 from ..controller.batch_ref import BatchRef
-from ..controller.protocols import DP, ONE_TO_ALL
+from ..controller.protocols import DP, ONE_TO_ALL, THREE_D
 from ..controller.worker import remote
 from ..engines import RolloutEngine, Sampling, TrainEngine
 from ..errors import BatchError, EngineError
 from .engine_table import rollout_engine, train_engine
-from .updates import SCORED, Learner, LossLike, by_unit, forward_column, loss_of, only
+from .updates import SCORED, Learner, LossLike, by_unit, forward_column, kept_rows, loss_of, only
 
 FIRST = "first_rollout"
 
@@ -105,7 +105,7 @@ class Actor(Learner):
         """One forward pass with the training weights, into the column `to` (0 on rows with keep = 0)."""
         return self.score_tokens(only(batch, (*SCORED, "rollout_logprobs")), to)
 
-    @remote(DP)
+    @remote(THREE_D)
     def score_tokens(self, batch: Batch, to: str) -> Batch:
         """`log_probs` on the ranks."""
         self._end_rollout()
@@ -181,7 +181,7 @@ class Actor(Learner):
 
 def _mismatch(engine: TrainEngine, batch: Batch, trainer: Ragged) -> Metrics:
     """How far the trainer's log-probs of the sampled tokens are from the sampler's, on kept rows of all ranks."""
-    sampled = batch.ragged("response_mask").values & np.repeat(batch.array("keep"), trainer.lengths)
+    sampled = batch.ragged("response_mask").values & np.repeat(kept_rows(batch), trainer.lengths)
     difference = np.abs(trainer.values - batch.ragged("rollout_logprobs").values)[sampled]
     totals = engine.totals(
         sums={"difference": float(difference.sum(dtype=np.float64)), "tokens": float(len(difference))},

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..algorithms.objective import TokenObjective
 from ..algorithms.registry import Loss
 from ..batch import Batch
-from ..controller.protocols import DP
+from ..controller.protocols import THREE_D
 from ..controller.worker import remote
 from ..errors import ModelError
 from ..layout import ParallelLayout
@@ -24,14 +24,14 @@ class Critic(Learner):
 
     @classmethod
     def arranged(cls, settings: Settings, ranks: int) -> ParallelLayout:
-        return settings.critic_training.layout(ranks)
+        return settings.critic_training.layout(ranks, "critic.training")
 
     def values(self, batch: Batch) -> Batch:
         """Column values, of the state before each response token; 0 for tokens that were not sampled, and on rows with
         keep = 0."""
         return self.estimate(only(batch, SCORED))
 
-    @remote(DP)
+    @remote(THREE_D)
     def estimate(self, batch: Batch) -> Batch:
         """`values` on the ranks."""
         return forward_column(self._train, batch, "values", "values")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..batch import Batch
-from ..controller.protocols import DP
+from ..controller.protocols import THREE_D
 from ..controller.worker import Worker, remote
 from ..layout import ParallelLayout
 from .engine_table import train_engine
@@ -18,7 +18,7 @@ class Reference(Worker[Settings]):
 
     @classmethod
     def arranged(cls, settings: Settings, ranks: int) -> ParallelLayout:
-        return settings.training.layout(ranks)
+        return settings.training.fitted(ranks).layout(ranks)
 
     @property
     def off(self) -> bool:
@@ -28,7 +28,7 @@ class Reference(Worker[Settings]):
         """One forward pass into the column `to`; no column where the reference is off."""
         return type(batch)({}, batch.ids) if self.off else self.score_tokens(only(batch, SCORED), to)
 
-    @remote(DP)
+    @remote(THREE_D)
     def score_tokens(self, batch: Batch, to: str) -> Batch:
         """`log_probs` on the ranks."""
         return forward_column(self._engine, batch, to)

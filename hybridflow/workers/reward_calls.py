@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NamedTuple, Self, SupportsFloat
 
+from ..errors import named
+
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 MESSAGE_LENGTH = 300  # characters of an exception's text that a reason keeps
 
@@ -159,7 +161,7 @@ class Caller:
         elif isinstance(error, NotARewardError):
             return Outcome(row, function, error=str(error))
         else:
-            reason = traceback.format_exception_only(error)[-1].strip()[:MESSAGE_LENGTH]
+            reason = named(error)[:MESSAGE_LENGTH]
         frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this module's own frame
         text = "".join(traceback.format_exception(type(error), error, frames))
         return Outcome(row, function, error=reason, traceback=text, timed_out=timed_out)

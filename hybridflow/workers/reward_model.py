@@ -10,12 +10,14 @@ import numpy as np
 from ..algorithms.objective import PairObjective, head_of
 from ..batch import Batch, Metrics
 from ..columns import Kind, Ragged, kind_of, objects
-from ..controller.protocols import DP, DP_GROUPS
+from ..controller.protocols import THREE_D, THREE_D_GROUPS
 from ..controller.worker import remote
 from ..errors import RewardError
+from ..layout import ParallelLayout
 from .engine_table import train_engine
 from .models.config import ModelConfig
 from .models.rendering import MESSAGES, Renderer
+from .settings import Settings
 from .updates import SCORED, Learner, LossLike, kept_rows, loss_of, only
 
 TEMPLATE_REMEDY = "Save one with the tokenizer at reward.model."
@@ -29,6 +31,12 @@ class RewardModel(Learner):
 
     role = "reward_model"
     reads = (*SCORED, "prompt", MESSAGES, "response")
+
+    @classmethod
+    def arranged(cls, settings: Settings, ranks: int) -> ParallelLayout:
+        learns = head_of(settings.loss) == "score" and settings.trains
+        training = settings.training if learns else settings.training.fitted(ranks)
+        return training.layout(ranks)
 
     # ---- driver
     @property
@@ -44,7 +52,7 @@ class RewardModel(Learner):
         return type(batch)({}, batch.ids) if self.off else self.score_rows(only(batch, self.reads))
 
     # ---- ranks
-    @remote(DP)
+    @remote(THREE_D)
     def score_rows(self, batch: Batch) -> Batch:
         """`score` on the ranks."""
         keep = kept_rows(batch)
@@ -57,12 +65,12 @@ class RewardModel(Learner):
         columns = {"reward/model": scores, "keep": keep & ~failed, "drop_reason": reasons}
         return Batch(columns, batch.ids, metrics)
 
-    @remote(DP_GROUPS)
+    @remote(THREE_D_GROUPS)
     def step(self, batch: Batch, loss: LossLike | None = None) -> Metrics:
         """One optimizer step on all pairs of which both rows are kept."""
         return super().step(batch, loss)
 
-    @remote(DP_GROUPS)
+    @remote(THREE_D_GROUPS)
     def evaluate(self, batch: Batch, loss: LossLike) -> Batch:
         """Dense columns `loss` and the loss's metrics, such as `accuracy`, of each row's pair, without a step; NaN on
         rows of pairs that are not whole."""

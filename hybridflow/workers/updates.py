@@ -13,7 +13,7 @@ from ..algorithms.objective import PairObjective, TokenObjective
 from ..algorithms.registry import Loss
 from ..batch import Batch, Metrics
 from ..controller.batch_ref import PendingMetrics
-from ..controller.protocols import DP, DP_GROUPS, ONE_TO_ALL, Protocol
+from ..controller.protocols import ONE_TO_ALL, THREE_D, THREE_D_GROUPS, Protocol
 from ..controller.worker import Worker, remote
 from ..engines import TrainEngine
 from ..layout import ParallelLayout
@@ -27,7 +27,7 @@ SUMMED = ("tokens", "microbatches", "skipped")
 
 def by_unit(learner: Learner, batch: Batch, loss: LossLike | None = None) -> Protocol:
     """Rows go to any rank, unless the loss compares those of a group: then a group goes to one."""
-    return DP_GROUPS if learner._objective(loss).unit == "group_id" else DP
+    return THREE_D_GROUPS if learner._objective(loss).unit == "group_id" else THREE_D
 
 
 class Learner(Worker[Settings]):

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ...batch import Batch
-from ...errors import ConfigError, HybridFlowError
+from ...errors import BatchError, ConfigError, HybridFlowError
 from ...layout import ParallelLayout
 from ..batch_ref import BatchRef
-from ..group import Place, Runtime, WorkerGroup
+from ..group import OTHER_ROWS, Place, Runtime, WorkerGroup
 from ..protocols import Protocol
 from ..trace import Trace
 from ..worker import Worker
@@ -81,6 +83,8 @@ class InlineGroup(WorkerGroup):
             result = protocol.collect(self.layout, [result])
             if not isinstance(result, Batch):
                 return result
+            if batch is not None and _other_rows(batch, result):
+                raise BatchError(OTHER_ROWS, where=f"{self.name}.{method}, rank 0")
             span.output(result)
             return BatchRef.of(result)
 
@@ -106,6 +110,13 @@ class InlineGroup(WorkerGroup):
         self.start()
         assert self._worker is not None
         return self._worker
+
+
+def _other_rows(given: Batch, made: Batch) -> bool:
+    """Whether a call made its rows of those it was given, and not the same ones."""
+    if given.ids is None or made.ids is None or made.ids is given.ids or np.array_equal(made.ids, given.ids):
+        return False
+    return bool(np.isin(made.ids, given.ids).any()) or not len(given)
 
 
 def _here(value: Any) -> Any:

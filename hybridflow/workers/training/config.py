@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from ...errors import ConfigError, did_you_mean
 from ...layout import ParallelLayout
@@ -67,24 +69,31 @@ class FSDPConfig(OptimizerConfig):
             if value is not None and value < 1:
                 raise ConfigError(f"training.{name}={value}: it is 1 or more, and divides the number of ranks.")
 
-    def layout(self, ranks: int) -> ParallelLayout:
-        """How so many ranks are arranged. Errors: ConfigError as `check_ranks`."""
-        check_ranks(self, ranks)
+    def layout(self, ranks: int, key: str = "training") -> ParallelLayout:
+        """How so many ranks are arranged. key: of this node. Errors: ConfigError as `check_ranks`."""
+        check_ranks(self, ranks, key)
         return ParallelLayout(dp=ranks // self.sequence_parallel, cp=self.sequence_parallel)
 
+    def fitted(self, ranks: int) -> Self:
+        """For a frozen model on ranks of its own, which has no keys of its own: what does not divide them gives way."""
+        shard_size = self.shard_size and math.gcd(self.shard_size, ranks)
+        return replace(self, shard_size=shard_size, sequence_parallel=math.gcd(self.sequence_parallel, ranks))
 
-def check_ranks(config: FSDPConfig, ranks: int) -> None:
-    """Errors: ConfigError if so many ranks can't be arranged as `config` says."""
+
+def check_ranks(config: FSDPConfig, ranks: int, key: str = "training") -> None:
+    """Errors: ConfigError if so many ranks can't be arranged as `config`, the node `key`, says."""
     for name in ("shard_size", "sequence_parallel"):
-        _check_divides(name, getattr(config, name) or 1, ranks, f"{ranks} ranks")
+        _check_divides(f"{key}.{name}", getattr(config, name) or 1, ranks, f"{ranks} ranks")
 
 
 def check_heads(config: FSDPConfig, heads: int) -> None:
     """Errors: ConfigError if a model's attention heads can't be split over training.sequence_parallel ranks."""
-    _check_divides("sequence_parallel", config.sequence_parallel, heads, f"the model's {heads} attention heads")
+    _check_divides(
+        "training.sequence_parallel", config.sequence_parallel, heads, f"the model's {heads} attention heads"
+    )
 
 
-def _check_divides(name: str, value: int, total: int, what: str) -> None:
+def _check_divides(key: str, value: int, total: int, what: str) -> None:
     if total % value:
         legal = [size for size in range(1, total + 1) if total % size == 0]
-        raise ConfigError(f"training.{name}={value} does not divide {what}: legal values {legal}.")
+        raise ConfigError(f"{key}={value} does not divide {what}: legal values {legal}.")

@@ -75,7 +75,7 @@ class FSDPEngine(TrainEngine):
         total_steps: int | None = None,
         trainable: bool = True,
     ) -> None:
-        self._ranks = Ranks(config)
+        self._ranks = Ranks(config, frozen=not trainable)
         half = config.precision == "bf16" or (config.precision == "auto" and is_accelerated())
         self._dtype = torch.bfloat16 if half else torch.float32
         self._attention = resolve_attention(model.attention, self._dtype)
@@ -252,7 +252,8 @@ class FSDPEngine(TrainEngine):
     @property
     def _budget(self) -> int:
         """Tokens of a micro-batch, over all ranks that share its rows."""
-        return self._config.tokens_per_microbatch * self._config.sequence_parallel
+        sequence = self._ranks.sequence
+        return self._config.tokens_per_microbatch * (1 if sequence is None else sequence.size())
 
     def _blame(self, batch: Batch, parts: list[Ints], done: list[Learned | None]) -> str:
         """What made the step's loss or gradient NaN or infinite, on whichever rank."""

@@ -22,12 +22,14 @@ class Ranks:
     """All ranks of the default process group, as data-parallel x sequence-parallel: neighbours share their rows.
 
     parameters: the mesh that shards every parameter, under a first dimension of replicas where there are several.
-    sequence: the ranks with this one's rows; None if it has them alone. Errors: ConfigError as `check_ranks`.
+    sequence: the ranks with this one's rows; None if it has them alone. frozen: what does not fit gives way. Errors:
+    ConfigError as `check_ranks`.
     """
 
-    def __init__(self, config: FSDPConfig) -> None:
+    def __init__(self, config: FSDPConfig, frozen: bool = False) -> None:
         init_process_group_once()
         ranks, kind = dist.get_world_size(), device_type()
+        config = config.fitted(ranks) if frozen else config
         check_ranks(config, ranks)
         shards, sharing = config.shard_size or ranks, config.sequence_parallel
         self.replicas = ranks // shards

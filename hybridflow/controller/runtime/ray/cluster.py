@@ -26,10 +26,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """resource: what a device slot is called there. own: started by this process, and ended with the run."""
+    """resource: what a device slot is called there. joined: for this run, which leaves it at its end."""
 
     resource: str
-    own: bool
+    joined: bool
 
     @property
     def accelerated(self) -> bool:
@@ -55,8 +55,8 @@ def connect() -> Cluster:
     """Join the cluster there is, or start one here."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    own = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
-    if own:
+    joined = not ray.is_initialized()
+    if joined and not os.environ.get("RAY_ADDRESS"):
         resources: dict[str, float] = {} if is_accelerated() else {SLOT: SLOTS}
         ray.init(
             address="local",
@@ -64,13 +64,13 @@ def connect() -> Cluster:
             include_dashboard=False,
             logging_level=logging.ERROR,
         )
-    elif not ray.is_initialized():
+    elif joined:
         ray.init(address="auto", logging_level=logging.ERROR)
     there = ray.cluster_resources()
-    return Cluster(next((name for name in (*ACCELERATORS, SLOT) if there.get(name)), "CPU"), own)
+    return Cluster(next((name for name in (*ACCELERATORS, SLOT) if there.get(name)), "CPU"), joined)
 
 
 def disconnect(cluster: Cluster) -> None:
-    """Leave it; end it if it is our own."""
-    if cluster.own and ray.is_initialized():
+    """Leave it, if the run joined it; one of the run's own ends with that."""
+    if cluster.joined and ray.is_initialized():
         ray.shutdown()

@@ -12,6 +12,7 @@ import numpy as np
 
 from ....batch import Batch
 from ....columns import Kind
+from ....errors import HybridFlowError
 from ...balance import balanced_parts, cost
 from ...batch_ref import BatchRef, PendingMetrics
 from ...group import Place, WorkerGroup
@@ -64,10 +65,21 @@ class GroupCall:
     ) -> None:
         self.group, self.protocol, self.span, self.inputs, self.placed = group, protocol, span, inputs, placed
         self.ranks: list[RankCall] = []
+        self._error: HybridFlowError | None = None
+
+    @property
+    def result(self) -> Any:
+        """The value of the call; waits for it. Errors: what went wrong, however often it is looked at."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._value
+        except HybridFlowError as error:
+            self._error = error
+            raise
 
     @cached_property
-    def result(self) -> Any:
-        """The value of the call; waits for it."""
+    def _value(self) -> Any:
         reports = self.group.runtime.wait(self.ranks, self.span)
         values = [rank.value(report) for rank, report in zip(self.ranks, reports, strict=True)]
         value = self.protocol.collect(self.group.layout, values)
@@ -77,11 +89,11 @@ class GroupCall:
 
     def _in_order(self, made: Batch) -> Batch:
         """Rows in the order of the inputs; those that did not exist before, in that of their identities."""
-        if self.placed is None or self.inputs is None or made.ids is None:
+        if self.placed is None or self.inputs is None:
             return made
-        came = np.concatenate(self.placed)
-        same = self.inputs.ids is not None and np.array_equal(made.ids, self.inputs.ids[came])
-        order = np.argsort(came if same else made.ids, kind="stable")
+        came, ids = np.concatenate(self.placed), self.inputs.ids
+        new = made.ids if made.ids is not None and (ids is None or not np.array_equal(made.ids, ids[came])) else None
+        order = np.argsort(came if new is None else new, kind="stable")
         return made if (order == np.arange(len(order))).all() else made.take(order).with_metrics(made.metrics)
 
 
@@ -150,15 +162,15 @@ class RayGroup(WorkerGroup):
         return [call.value(report) for call, report in zip(calls, reports, strict=True)]
 
     def _placed(self, protocol: Protocol, inputs: Batch | None) -> Sequence[Ints] | None:
-        """Rows of each part, balanced by cost and where they lie; None where their lengths are not known here."""
+        """Rows of each part, balanced by cost and where they lie. Where their lengths are not known here: by number, if
+        a unit has to stay whole, else None."""
         if protocol.parts is None or inputs is None or not len(inputs):
             return None
-        tokens = _tokens(inputs)
-        if tokens is None:
-            return None
         unit = inputs._array(protocol.unit) if protocol.unit is not None else None
-        count = protocol.parts(self.layout)
-        return balanced_parts(cost(tokens), count, self._present(inputs, count), unit)
+        tokens, count = _tokens(inputs), protocol.parts(self.layout)
+        if tokens is not None:
+            return balanced_parts(cost(tokens), count, self._present(inputs, count), unit)
+        return None if unit is None else balanced_parts(np.ones(len(inputs)), count, unit=unit)
 
     def _present(self, inputs: Batch, parts: int) -> Ints:
         """The part (of as many as data-parallel coordinates) on whose rank each row lies, -1 where it is none."""
@@ -166,25 +178,15 @@ class RayGroup(WorkerGroup):
         if not isinstance(column, StoredColumn) or parts != self.layout.dp:
             return np.full(len(inputs), -1)
         hosts = [shard.host for shard in column.rows.shards if isinstance(shard, RayShard)]
-        here = [self.layout.coordinates(rank).dp if pool == self.place.pool else -1 for pool, rank in hosts]
+        here = [self.layout.coordinates(rank).dp if pool == self.place.pool else -1 for pool, rank, _ in hosts]
         return np.array(here)[column.rows.where()[0]]
 
 
 def _cut(value: Any, inputs: Batch | None, placed: Sequence[Ints] | None) -> Any:
-    """A batch of the same rows in the parts of `placed`."""
+    """A batch in the parts of `placed`; one of another number of rows, and any other value, as it is."""
     if placed is None or inputs is None or not isinstance(value, Batch) or len(value) != len(inputs):
         return value
-    if value is not inputs and not (
-        value.ids is not None and inputs.ids is not None and (value.ids == inputs.ids).all()
-    ):
-        return value
-    return Parts([value.take(_at(rows)) for rows in placed])
-
-
-def _at(rows: Ints) -> Ints | slice:
-    """Ascending rows, as a slice if they are consecutive."""
-    consecutive = len(rows) and rows[-1] - rows[0] == len(rows) - 1
-    return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
+    return Parts([value.take(rows) for rows in placed])
 
 
 def _tokens(rows: Batch) -> Ints | None:

@@ -1,7 +1,7 @@
 """Host: a process of a pool, with one device. It holds the workers of every group that is placed on the pool.
 
 Threads: `compute` builds the engines and makes all calls, one at a time in the order they were sent; `data` runs
-functions of batches beside the shards; `control` answers whatever the other two are doing.
+functions of batches beside the shards; `rows` reads for other nodes; `control` answers whatever those are doing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...stored import Ints
 from ...worker import Worker
 from .message import Inputs, folded
 from .reports import Failure, Made, Report
-from .shards import DIRECTORY, HostKey, Peer, rows_of
+from .shards import DIRECTORY, READ_S, HostKey, Peer, kept, rows_of
 
-GROUPS = {"compute": 1, "data": 1, "control": 4}
+GROUPS = {"compute": 1, "data": 1, "rows": 2, "control": 4}
 FRAMES_SHOWN = 12
 IN_COLLECTIVE = "torch/distributed/distributed_c10d"
 
@@ -79,7 +79,7 @@ class Host:
 
     # ---- compute
     @ray.method(concurrency_group="compute", num_returns=2)
-    def run(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Column] | None]:
+    def run(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Any] | None]:
         """Of a call's number, a task and its arguments: `task(workers, told, *args)`; its `Report`, folded. A batch
         that it returns stays here as the second value."""
         call, task, *args = message
@@ -91,7 +91,7 @@ class Host:
 
     # ---- data
     @ray.method(concurrency_group="data", num_returns=2)
-    def apply(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Column] | None]:
+    def apply(self, message: tuple[Any, ...]) -> tuple[Any, dict[str, Any] | None]:
         """As `run`, of a call's number, a function and its inputs."""
         call, fn, *wire = message
         with self._noted(call):
@@ -126,19 +126,21 @@ class Host:
     @ray.method(concurrency_group="control")
     def state(self, call: int) -> State:
         """How a call stands."""
-        if call not in self._under_way:
+        noted = self._under_way.get(call)
+        if noted is None:
             return State(None)
-        thread, since = self._under_way[call]
+        thread, since = noted
         frames = traceback.extract_stack(sys._current_frames().get(thread))
         ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
         shown = frames[ours + 1 :][-FRAMES_SHOWN:]
         stack, waits = "".join(traceback.format_list(shown)), any(IN_COLLECTIVE in f.filename for f in shown)
         return State(time.monotonic() - since, stack.rstrip(), waits)
 
-    @ray.method(concurrency_group="control")
+    # ---- rows
+    @ray.method(concurrency_group="rows")
     def rows(self, shard: Sequence[Any], names: Sequence[str], rows: Ints | None) -> dict[str, Column]:
         """Rows of a shard that lies on this node, for a process on another one."""
-        return rows_of(ray.get(shard[0]), names, rows)
+        return rows_of(ray.get(shard[0], timeout=READ_S), names, rows)
 
     def _told(self, done: int, total: int) -> None:
         self._progress = done, total
@@ -229,13 +231,13 @@ def _applied(fn: Callable[..., Any], inputs: Inputs) -> Any:
     return inputs.returned(fn(*positional, **named))
 
 
-def _reported(run: Callable[[], Any]) -> tuple[Report, dict[str, Column] | None]:
+def _reported(run: Callable[[], Any]) -> tuple[Report, dict[str, Any] | None]:
     start, began = time.time_ns(), time.perf_counter()
     try:
         value = run()
         if not isinstance(value, Batch):
             return Report(start, time.perf_counter() - began, value), None
-        made, blob = Made.of(value), {name: value.column(name) for name in value.names}
+        made, blob = Made.of(value), {name: kept(value.column(name)) for name in value.names}
         return Report(start, time.perf_counter() - began, made=made), blob
     except BaseException as error:  # SystemExit too: the process is the pool's, not the method's
         return Report(start, time.perf_counter() - began, failure=Failure.of(error)), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,10 +25,11 @@ from .shards import HostKey
 
 GRACE_S = 0.25  # after a failure, for causes that come later
 CAUSE_S = 4.0  # after failures that are others' fault alone, for the rank that caused them to be found dead
-ASK_S = 2.0  # for a host to say what it is doing
+ASK_S = 3.0  # for a host to say what it is doing, whatever holds its interpreter
 NEARLY = 0.9
 LOOK_S = 0.1  # between two looks at all calls, while those that are waited for do not return
 PROGRESS_S = 2.0  # between two looks at how far a call is
+LOOKS_S = 0.5  # such a look
 
 
 @dataclass(eq=False)
@@ -61,8 +63,8 @@ class Link:
     """Calls of one run. timeout_s: of each, from the moment it executes; None: no deadline.
 
     counted: told kind (arguments, results, fetches), call and bytes of all that passes through the driver, where
-    somebody asks; costs a second serialisation. on_failure: called with the failed calls' numbers before the hosts are
-    killed.
+    somebody asks; costs a second serialisation. on_failure: called with the number of the call that failed first,
+    before the hosts are killed.
     """
 
     counted: ClassVar[Callable[[str, str, int], None] | None] = None
@@ -70,7 +72,7 @@ class Link:
     def __init__(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
         self.timeout_s = timeout_s
         self.hosts: list[HostHandle] = []
-        self.on_failure: Callable[[Sequence[int]], None] = lambda numbers: None
+        self.on_failure: Callable[[int], None] = lambda number: None
         self._on_progress = on_progress
         self._under_way: dict[Any, Call] = {}
         self._reports: dict[Any, Report] = {}
@@ -106,6 +108,8 @@ class Link:
         """The reports, once all have come. Errors: the first cause, if any call of the run fails meanwhile."""
         looked = time.monotonic()
         while missing := [ref for ref in reports if ref not in self._reports]:
+            if self._failed is not None:
+                raise self._failed
             seconds = max(0.0, min(self._seconds_left(), LOOK_S))
             try:
                 ready, said = missing, ray.get(missing, timeout=seconds)
@@ -126,7 +130,8 @@ class Link:
     def kill(self) -> None:
         """End every host at once."""
         for host in self.hosts:
-            ray.kill(host.actor)
+            with suppress(RayError):  # what cannot be reached is gone; why the run ends is worth more
+                ray.kill(host.actor)
 
     def close(self) -> None:
         """Nothing can be called from here on."""
@@ -182,9 +187,10 @@ class Link:
             self._count("results", call.name, wire)
             if report.made is not None and report.made.nbytes < INLINE_BYTES and Link.counted is not None:
                 Link.counted("results", call.name, report.made.nbytes)  # Ray sent the rows along
-            self._reports[ref] = report
             if report.failure is not None:
                 failures.append((call, report.failure))
+            else:
+                self._reports[ref] = report
         return failures
 
     def _got(self, refs: Sequence[Any]) -> list[Any]:
@@ -216,9 +222,9 @@ class Link:
             waiting = list(zip(calls, self._states(calls), strict=True))
             failures = [*failures, *((call, Failure(GONE)) for call, state in waiting if state is None)]
             silent = [f"{call.where} is at\n{state.stack}" for call, state in waiting if state is not None]
-        self.on_failure([call.number for call, _ in failures])
-        self.kill()
         call, failure = min(failures, key=lambda pair: (pair[1].blame, pair[0].number))
+        self.on_failure(call.number)
+        self.kill()
         others = [f"{other.where}: {why.message}" for other, why in failures if other.host is not call.host]
         self._under_way.clear()
         self._failed = _raised(call, failure, [*others, *silent])
@@ -233,7 +239,7 @@ class Link:
     def _show_progress(self, calls: Sequence[Call]) -> None:
         """Of the first of these calls."""
         try:
-            progress = self.ask(calls[0].host, "progress", calls[0].number, timeout_s=ASK_S) if calls else None
+            progress = self.ask(calls[0].host, "progress", calls[0].number, timeout_s=LOOKS_S) if calls else None
         except RayError:
             return
         if progress is not None:
@@ -269,8 +275,11 @@ def _silence(call: Call, state: State | None) -> Failure:
 
 def _raised(call: Call, failure: Failure, others: Sequence[str]) -> HybridFlowError:
     """The error that the user sees."""
+    beside = ["Beside it:", *others] if others else []
     if failure.error is not None:
         failure.error.locate(call.where)
+        if not failure.error.of_input:
+            failure.error.add_note("\n".join([failure.traceback.rstrip(), *beside]))
         return failure.error
-    parts = [failure.message, failure.traceback.rstrip(), *(["Beside it:", *others] if others else [])]
+    parts = [failure.message, failure.traceback.rstrip(), *beside]
     return WorkerError("\n".join(part for part in parts if part), where=call.where)

@@ -15,6 +15,7 @@ import ray.cloudpickle
 from ....batch import Batch
 from ....columns import Array, Kind, read_only
 from ....errors import BatchError
+from ...group import OTHER_ROWS
 from ...stored import Placed, StoredColumn
 from ...wire import packed, unpacked
 from .shards import RayShard
@@ -77,11 +78,9 @@ class Inputs:
         if made.ids is not None and not any(each.lends(made.ids) for each in batches):
             return made.ids
         if made.ids is None and batches and len(made) != len(batches[0].ids):
-            raise BatchError(
-                f"{len(made)} rows came out where {len(batches[0].ids)} went in, without identities of their own."
-            )
-        if made.ids is not None and not any(each.has(made.ids) for each in batches):
-            raise BatchError("the rows that went in came out as others: a worker never drops, adds or reorders rows.")
+            raise BatchError(f"{len(made)} rows came out where {len(batches[0].ids)} went in, without identities.")
+        if made.ids is not None and not batches[0].has(made.ids):
+            raise BatchError(OTHER_ROWS)
         return None
 
 

@@ -31,24 +31,29 @@ COLLECTIVE_S = 86400.0  # where nobody set a deadline
 
 @dataclass
 class Pool:
-    """The hosts of one place, by rank. `create`, then `form`, then calls; `end` gives the slots back."""
+    """The hosts of one place, by rank, in the run of that number. `create`, then `form`, then calls; `end` gives the
+    slots back."""
 
     place: Place
+    run: int
     hosts: list[HostHandle] = field(default_factory=list)
     group: PlacementGroup | None = None
 
     def create(self, cluster: Cluster, link: Link, until: float) -> None:
         """Ask for the processes. Errors: HybridFlowError if the cluster does not give the slots in time."""
         actors = self._on_devices(cluster, until) if self.place.devices else [self._beside_driver()]
-        self.hosts = [HostHandle((self.place.pool, index), actor) for index, actor in enumerate(actors)]
+        self.hosts = [HostHandle((self.place.pool, index, self.run), actor) for index, actor in enumerate(actors)]
         link.hosts += self.hosts
 
     def form(self, link: Link, seed: int, until: float) -> None:
         """Rank the processes by node and device, and let them meet in a process group."""
-        found = [(handle, self._where(link, handle, until)) for handle in self.hosts]
+        found: list[tuple[HostHandle, Where]] = [
+            (handle, answer(link, handle, "where", timeout_s=max(1.0, until - time.monotonic())))
+            for handle in self.hosts
+        ]
         found.sort(key=lambda pair: (pair[1].node, [(len(d), d) for d in pair[1].devices], pair[0].key[1]))
         for rank, (handle, where) in enumerate(found):
-            handle.key = (self.place.pool, rank)
+            handle.key = (self.place.pool, rank, self.run)
             handle.where, handle.log = f"process {where.process} on {where.address}", where.log
             DIRECTORY.peers[handle.key] = Peer(handle.actor, where.node, handle.where)
         self.hosts = [handle for handle, _ in found]
@@ -77,26 +82,19 @@ class Pool:
                 num_gpus=gpus,
                 resources=slots,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
-            ).remote((self.place.pool, index))
+            ).remote((self.place.pool, index, self.run))
             for index in range(self.place.ranks)
         ]
 
     def _beside_driver(self) -> Any:
         node = ray.get_runtime_context().get_node_id()
         return _actor(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            (self.place.pool, 0)
+            (self.place.pool, 0, self.run)
         )
-
-    def _where(self, link: Link, handle: HostHandle, until: float) -> Where:
-        try:
-            where: Where = link.ask(handle, "where", timeout_s=max(1.0, until - time.monotonic()))
-        except RayError as error:
-            raise unstarted(error, self.place.pool) from error
-        return where
 
     def _join(self, link: Link, first: Where, hosts_on_node: int, seed: int, until: float) -> None:
         """All ranks at once: the process group forms when the last has come."""
-        port: int = link.ask(self.hosts[0], "free_port", timeout_s=CONTROL_S)
+        port: int = answer(link, self.hosts[0], "free_port", timeout_s=CONTROL_S)
         # a collective gives up later than the controller does, which then says who is missing
         wait_s, threads = COLLECTIVE_S if link.timeout_s is None else 2 * link.timeout_s, _threads(hosts_on_node)
         reports = []
@@ -105,6 +103,14 @@ class Pool:
             name, left = f"{self.place.pool}.join", max(1.0, until - time.monotonic())
             reports.append(link.submit(handle, "run", name, tasks.join, group, seed, timeout_s=left)[0])
         link.wait(reports)
+
+
+def answer(link: Link, host: HostHandle, method: str, *args: Any, timeout_s: float) -> Any:
+    """What a host that starts answers. Errors: WorkerError if it is dead or silent."""
+    try:
+        return link.ask(host, method, *args, timeout_s=timeout_s)
+    except RayError as error:
+        raise unstarted(error, host.key[0]) from error
 
 
 def check_slots(cluster: Cluster, places: Sequence[Place]) -> None:

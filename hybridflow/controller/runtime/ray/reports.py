@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ....batch import Batch
 from ....columns import Array, Column, Kind, Ragged, kind_of, objects, spec_of
 from ....device import is_collective_error
-from ....errors import HybridFlowError, WorkerError
+from ....errors import HybridFlowError, WorkerError, named
 from ...trace import nbytes
 from ...wire import packed, unpacked
 
@@ -48,7 +48,7 @@ class Failure:
         """From what a worker's method raised; nothing of the user's own classes is kept."""
         text = "".join(traceback.format_exception(error))
         ours = _portable(error) if isinstance(error, HybridFlowError) else None
-        message = traceback.format_exception_only(error)[-1].strip()[:MESSAGE_LENGTH]
+        message = named(error)[:MESSAGE_LENGTH]
         return Failure(message, text, ours, _blame(error))
 
 

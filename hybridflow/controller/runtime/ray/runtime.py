@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import ray
 from ....batch import Batch
 from ....errors import ConfigError
 from ...group import Place, Runtime
-from ...replay import Replay
+from ...replay import FILE, Replay
 from ...trace import Span, Trace
 from ...worker import Worker
 from .cluster import Cluster, connect, disconnect
@@ -21,10 +22,11 @@ from .group import GroupCall, RankCall, RayGroup
 from .host import sent_as
 from .link import HostHandle, Link
 from .message import send_user_files_by_value, sent
-from .pool import CONTROL_S, Pool, check_slots
+from .pool import CONTROL_S, Pool, answer, check_slots
 from .reports import Report
-from .shards import DIRECTORY, HostKey
+from .shards import DIRECTORY, Drive, HostKey
 
+NUMBERS = count(1)  # of the runs of this process
 KEEP_S = 3.0  # for each read of what a failed call was given, from hosts of which some may be gone
 
 
@@ -39,7 +41,7 @@ class Deadlines:
 class RayRuntime(Runtime):
     """Groups on a Ray cluster. failure_folder: where a failed call's inputs go. say: told what a user should know.
 
-    debug: (group, rank) of which each call waits for a debugger; then nothing has a deadline.
+    debug: (group, rank) of which each call waits for a debugger; then no call has a deadline.
     """
 
     def __init__(
@@ -58,13 +60,17 @@ class RayRuntime(Runtime):
         self._link = Link(None if debug else deadlines.call_s, trace.progress)
         self._link.on_failure = self._keep_inputs
         self._cluster: Cluster | None = None
+        self._number = next(NUMBERS)
         self._under_way: dict[int, tuple[GroupCall, Replay]] = {}
 
     def group(self, name: str, role: type[Worker[Any]], settings: Any, place: Place) -> RayGroup:
         """Errors: ConfigError for a pool of two sizes, or one that grows after the start."""
-        pool = self._pools.setdefault(place.pool, Pool(place))
+        pool = self._pools.setdefault(place.pool, Pool(place, self._number))
         if pool.place != place:
-            raise ConfigError(f"the pool {place.pool} has {pool.place.ranks} ranks; {name} asks for {place.ranks}.")
+            raise ConfigError(
+                f"the devices of {place.pool} are {pool.place.ranks}, but {name} asks for {place.ranks} of them: give "
+                f"placement.{name} the same number, or the name of the role whose devices it shares."
+            )
         if place.devices and not pool.hosts and any(p.hosts for p in self._pools.values() if p.place.devices):
             raise ConfigError(f"group '{name}' needs devices of its own, but the pools have started: declare it first.")
         return RayGroup(name, role, settings, place, self)
@@ -90,15 +96,15 @@ class RayRuntime(Runtime):
             pool.create(cluster, self._link, until)
         for pool in together:
             pool.form(self._link, self._seed, until)
+        peers = {host.key: DIRECTORY.peers[host.key] for host in self._link.hosts}
         for host in self._link.hosts:
-            self._link.ask(host, "meet", DIRECTORY.peers[host.key].node, DIRECTORY.peers, timeout_s=CONTROL_S)
+            answer(self._link, host, "meet", peers[host.key].node, peers, timeout_s=CONTROL_S)
 
     def _connected(self) -> Cluster:
         if self._cluster is None:
             self._cluster = connect()
-            DIRECTORY.clear()
             DIRECTORY.node = ray.get_runtime_context().get_node_id()
-            DIRECTORY.apply, DIRECTORY.fetched = self._apply, self._link.fetched
+            DIRECTORY.drives[self._number] = Drive(self._apply, self._link.fetched)
         return self._cluster
 
     # ---- calls
@@ -106,7 +112,7 @@ class RayRuntime(Runtime):
         self, group: RayGroup, rank: int, what: str, task: Callable[..., Any], *args: Any, inputs: Batch | None = None
     ) -> RankCall:
         """Send a task to one rank of a group."""
-        host = self._host((group.place.pool, rank))
+        host = self._host((group.place.pool, rank, self._number))
         limit = self._deadlines.start_s if what == "start" else None
         report, made = self._link.submit(host, "run", f"{group.name}.{what}", sent_as(task), *args, timeout_s=limit)
         return RankCall(report, made, self._link.number_of(report), host.key, inputs)
@@ -117,6 +123,7 @@ class RayRuntime(Runtime):
             reports = self._link.wait([call.report for call in calls])
         except BaseException as error:
             span.error = type(error).__name__
+            self.trace.end(span)
             raise
         for call in calls:
             self._under_way.pop(call.number, None)
@@ -140,8 +147,8 @@ class RayRuntime(Runtime):
         for pool in self._pools.values():
             pool.end()
         if self._cluster is not None:
+            DIRECTORY.forget(self._number)
             disconnect(self._cluster)
-            DIRECTORY.clear()
         self._under_way.clear()
         self._cluster = None
 
@@ -160,12 +167,13 @@ class RayRuntime(Runtime):
     def _host(self, key: HostKey) -> HostHandle:
         return self._pools[key[0]].hosts[key[1]]
 
-    def _keep_inputs(self, numbers: Sequence[int]) -> None:
-        """Of the first failed call that was a method's. Whatever goes wrong here must not hide why the run failed."""
-        found = next((self._under_way[number][1] for number in sorted(numbers) if number in self._under_way), None)
-        if found is None:
+    def _keep_inputs(self, number: int) -> None:
+        """Of the call that failed, if it was a method's. Whatever goes wrong here must not hide why the run failed."""
+        (self._failure_folder / FILE).unlink(missing_ok=True)
+        if number not in self._under_way:
             return
-        DIRECTORY.read_s = KEEP_S
+        found = self._under_way[number][1]
+        DIRECTORY.drives[self._number].read_s = KEEP_S
         try:
             found.save(self._failure_folder)
             self._say(f"what {found.name} was given is kept: hybridflow replay {self._failure_folder}")

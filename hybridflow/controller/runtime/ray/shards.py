@@ -3,23 +3,25 @@ the node where it lies, and in part, through the host that made it, from another
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from ....batch import Batch
-from ....columns import Column, take_rows
+from ....columns import Array, Column, read_only, take_rows
 from ....errors import HybridFlowError
 from ...stored import Ints, Shard
 from ...trace import nbytes
 from .faults import unreadable
 
 READ_S = 600.0
-HostKey = tuple[str, int]
-"""Pool and rank of a host."""
+HostKey = tuple[str, int, int]
+"""Pool and rank of a host, and the number of its run in the process that drives it."""
 
 
 @dataclass
@@ -31,22 +33,28 @@ class Peer:
     where: str
 
 
-class Directory:
-    """The hosts of the run, in this process; `node`: where this process runs. `fetched`: told columns and bytes of each
-    read. `read_s`: how long one may take.
+@dataclass
+class Drive:
+    """A run that this process drives. apply: runs a function of a batch on a host. fetched: told columns and bytes of
+    each read. read_s: how long one may take."""
 
-    apply: in a driver, runs a function of a batch on a host.
-    """
+    apply: Callable[..., Any]
+    fetched: Callable[[Sequence[str], int], None]
+    read_s: float = READ_S
+
+
+class Directory:
+    """Hosts that this process knows, and where it runs itself: of a host's own run, or of all runs that it drives."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget a run that is over."""
-        self.node, self.read_s = "", READ_S
+        self.node = ""
         self.peers: dict[HostKey, Peer] = {}
-        self.fetched: Callable[[Sequence[str], int], None] = lambda names, nbytes: None
-        self.apply: Callable[..., Any] | None = None
+        self.drives: dict[int, Drive] = {}
+
+    def forget(self, run: int) -> None:
+        """A run that is over."""
+        self.drives.pop(run, None)
+        self.peers = {key: peer for key, peer in self.peers.items() if key[2] != run}
 
 
 DIRECTORY = Directory()
@@ -65,26 +73,49 @@ class RayShard(Shard):
         return hash((self.host, self.call))
 
     def read(self, names: Sequence[str], rows: Ints | None) -> dict[str, Column]:
-        peer = DIRECTORY.peers.get(self.host)
+        peer, drive = DIRECTORY.peers.get(self.host), DIRECTORY.drives.get(self.host[2])
+        seconds = READ_S if drive is None else drive.read_s
         if peer is None:
             raise HybridFlowError(f"rows of {self.host[0]} rank {self.host[1]} are gone: its run is over.")
         try:
             if peer.node == DIRECTORY.node:
-                found = rows_of(ray.get(self.ref, timeout=DIRECTORY.read_s), names, rows)
+                found = rows_of(ray.get(self.ref, timeout=seconds), names, rows)
             else:
-                found = ray.get(peer.handle.rows.remote([self.ref], list(names), rows), timeout=DIRECTORY.read_s)
+                found = ray.get(peer.handle.rows.remote([self.ref], list(names), rows), timeout=seconds)
         except RayError as error:
             raise unreadable(error, f"{self.host[0]} rank {self.host[1]} ({peer.where})") from error
-        DIRECTORY.fetched(names, sum(nbytes(column) for column in found.values()))
+        if drive is not None:
+            drive.fetched(names, sum(nbytes(column) for column in found.values()))
         return found
 
     def apply(self, batch: Batch, fn: Callable[..., Any], *args: Any) -> Any:
-        if DIRECTORY.apply is None:
-            return fn(batch, *args)
-        return DIRECTORY.apply(self.host, batch, fn, *args)
+        drive = DIRECTORY.drives.get(self.host[2])
+        return fn(batch, *args) if drive is None else drive.apply(self.host, batch, fn, *args)
 
 
-def rows_of(columns: Mapping[str, Column], names: Sequence[str], rows: Ints | None) -> dict[str, Column]:
-    """These rows of these columns."""
-    chosen: dict[str, Any] = {name: columns[name] for name in names}
+class Pickled:
+    """Objects in the object store: they become objects where somebody looks at them, not wherever a column beside them
+    is read."""
+
+    def __init__(self, column: Array) -> None:
+        self.data = np.frombuffer(pickle.dumps(column, protocol=5), np.uint8)
+
+    @property
+    def objects(self) -> Array:
+        """The column."""
+        column: Array = pickle.loads(self.data.data)
+        return read_only(column)
+
+
+def kept(column: Column) -> Column | Pickled:
+    """A column as it is put into the object store."""
+    return Pickled(column) if isinstance(column, np.ndarray) and column.dtype == object else column
+
+
+def rows_of(shard: Mapping[str, Column | Pickled], names: Sequence[str], rows: Ints | None) -> dict[str, Column]:
+    """These rows of these columns of what `kept` made."""
+    chosen: dict[str, Any] = {}
+    for name in names:
+        column = shard[name]
+        chosen[name] = column.objects if isinstance(column, Pickled) else column
     return chosen if rows is None else dict(take_rows(chosen, rows))  # type: ignore[arg-type]
