@@ -321,6 +321,16 @@ def test_two_jobs_share_a_cluster_while_there_is_room_and_the_second_is_told_whe
         assert weights(folder) == weights(uninterrupted)
 
 
+def test_a_cluster_that_does_not_answer_is_told_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.crash", str(tiny_model), str(tmp_path / "run"), "nowhere", "0", *WORDS]
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode
+    assert f"RAY_ADDRESS={address}: nothing answers there" in run.stderr
+
+
 def test_a_debugged_rank_waits_for_its_debugger_at_each_call_and_nothing_is_overdue(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -57,7 +57,10 @@ class Replay:
         unpickles. Errors: HybridFlowError; AttributeError for a name that such a file has no longer."""
         path = folder / FILE
         if not path.is_file():
-            raise HybridFlowError(f"{folder} holds no failed call ({FILE}): it is the folder `failure` of a run.")
+            raise HybridFlowError(
+                f"{folder} holds no failed call ({FILE}): give the folder `failure` of a run on Ray that "
+                "failed in a call. An inline run keeps none: set a breakpoint."
+            )
         used, call = pickle.loads(path.read_bytes())
         sys.modules.update({name: module_of(file) for name, file in used.items()})
         found: Replay = pickle.loads(call)

@@ -47,12 +47,12 @@ pre { background: #f5f6f8; padding: 1rem; overflow-x: auto; }
 
 
 def write_report(
-    folder: Path, title: str, config: str, metrics: Sequence[Mapping[str, float]], rows: Batch | None
+    folder: Path, recipe: str, config: str, metrics: Sequence[Mapping[str, float]], rows: Batch | None
 ) -> Path:
     """Write the page into a run's folder. metrics: of metrics.jsonl. rows: rollouts, of which some are shown."""
     drawn = [_curve(name, names, metrics) for name, names in CURVES.items()]
     page = PAGE.substitute(
-        title=html.escape(title),
+        title=html.escape(f"{recipe}: {folder.name}"),
         summary=html.escape(_summary(metrics)),
         curves="\n".join(svg for svg in drawn if svg),
         samples=_table(spread(rows, SAMPLES)) if rows is not None else "<p>None.</p>",

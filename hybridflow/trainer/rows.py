@@ -84,7 +84,7 @@ class Rows(Worker[RowsSettings]):
             return None
         data = self.settings.config.data
         if self.settings.rows is not None:
-            return "rows in memory have no splits; give validation rows too, or set data.validation_path."
+            return "rows in memory have no splits; give train(validation=ROWS), or set data.validation_path."
         if not has_splits(data.path):
             return f"data.path={data.path} has no splits; set data.validation_path."
         return (

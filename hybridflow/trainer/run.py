@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -463,6 +464,7 @@ class Run:
         )
 
     def _finish(self) -> None:
+        shutil.rmtree(self.folder / "failure", ignore_errors=True)  # of a call before the run went on
         if self.step < self.total_steps:
             self.console.say(f"stopped after step {self.step}: {self._why_stop()}")
         kinds = (Actor, RewardModel)  # of several that a driver declares, the policy is what it trains
@@ -471,8 +473,7 @@ class Run:
             export(self.folder / "export", self.step, models[0].export)
             self.console.idle()
             self.console.say(f"model exported to {self.folder / 'export'}")
-        title = f"{self.name}: {self.folder.name}"
-        report = write_report(self.folder, title, to_yaml(self.config), self._metrics.rows(), self.last_rows)
+        report = write_report(self.folder, self.name, to_yaml(self.config), self._metrics.rows(), self.last_rows)
         self.console.say(f"report: {report}")
 
     def _tracker(self, spec: str) -> Tracker:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray.exceptions import AuthenticationError
 
 from ....device import is_accelerated
+from ....errors import HybridFlowError
 
 ACCELERATORS = ("GPU", "NPU", "HPU")
 SLOT = "slot"
@@ -16,6 +20,7 @@ SLOT = "slot"
 SLOTS = 1024
 """Of a cluster of our own on a CPU."""
 INLINE_BYTES = 1024  # larger results stay in the object store of their node instead of passing through the driver
+ANSWER_S = 5.0  # for a cluster's address to answer
 SETTINGS = {
     "RAY_max_direct_call_object_size": str(INLINE_BYTES),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -65,9 +70,31 @@ def connect() -> Cluster:
             logging_level=logging.ERROR,
         )
     elif joined:
-        ray.init(address="auto", logging_level=logging.ERROR)
+        _join(os.environ["RAY_ADDRESS"])
     there = ray.cluster_resources()
     return Cluster(next((name for name in (*ACCELERATORS, SLOT) if there.get(name)), "CPU"), joined)
+
+
+def _join(address: str) -> None:
+    """Errors: HybridFlowError if nothing answers at the address, or it does not let this process in."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        except OSError as error:
+            raise HybridFlowError(
+                f"RAY_ADDRESS={address}: nothing answers there ({error}). Start Ray there (ray start --head), or unset "
+                "RAY_ADDRESS for a cluster of this machine's own."
+            ) from error
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address="auto", logging_level=logging.ERROR)
+    except (ConnectionError, AuthenticationError) as error:
+        raise HybridFlowError(
+            f"RAY_ADDRESS={address}: the Ray cluster there does not let this process in, or is on its way down: "
+            f"{str(error).strip().splitlines()[0]} If it wants a token, give this machine the ~/.ray/auth_token of the "
+            "head's and set RAY_AUTH_MODE=token; RAY_AUTH_MODE=disabled on all machines does without one."
+        ) from error
 
 
 def disconnect(cluster: Cluster) -> None:

@@ -278,7 +278,7 @@ def _raised(call: Call, failure: Failure, others: Sequence[str]) -> HybridFlowEr
     beside = ["Beside it:", *others] if others else []
     if failure.error is not None:
         failure.error.locate(call.where)
-        if not failure.error.of_input:
+        if not failure.error.of_input and "Traceback" not in failure.error.message:
             failure.error.add_note("\n".join([failure.traceback.rstrip(), *beside]))
         return failure.error
     parts = [failure.message, failure.traceback.rstrip(), *beside]

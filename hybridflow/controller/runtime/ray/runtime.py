@@ -92,6 +92,8 @@ class RayRuntime(Runtime):
         cluster, until = self._connected(), time.monotonic() + self._deadlines.start_s
         together = [p for p in self._pools.values() if not p.hosts and (place.devices or p.place == place)]
         check_slots(cluster, [pool.place for pool in together])
+        if ranks := ", ".join(f"{p.place.ranks} of {p.place.pool}" for p in together if p.place.devices):
+            self._say(f"starting ranks on Ray: {ranks}")
         for pool in together:
             pool.create(cluster, self._link, until)
         for pool in together:
