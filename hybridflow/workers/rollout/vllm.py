@@ -221,13 +221,14 @@ def _engine(ours: dict[str, Any], options: dict[str, Any]) -> Any:
 
 @contextmanager
 def _launched() -> Iterator[dict[str, Any]]:
-    """Arguments for this process to be one of those that a launcher started: each of them an engine of its own."""
+    """Arguments for this process to be one of those that a launcher started: each of them an engine of its own, on the
+    one device that it sees."""
     if dist.get_world_size() == 1:
         yield {}
         return
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     before = dict(os.environ)
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": "1"}
     try:
         yield {"distributed_executor_backend": "external_launcher"}
     finally:
