@@ -33,7 +33,7 @@ class Seen:
     end: str
 
 
-def odd(response: str) -> float:
+def odd_sum(response: str) -> float:
     """Exactly 0 for about half of them."""
     return float(sum(map(ord, response)) % 2)
 
@@ -44,7 +44,7 @@ def look(model: Path, folder: Path, *words: str, rejected: np.ndarray | None = N
     found: dict[str, Any] = {}
 
     @recipe("algorithm=grpo")
-    def driver(run: Run) -> None:
+    def driver_that_looks(run: Run) -> None:
         actor, reward = run.groups(Actor, Reward)
         for step in run.steps():
             batch = actor.generate(run.prompts(), run.sampling)
@@ -61,7 +61,7 @@ def look(model: Path, folder: Path, *words: str, rejected: np.ndarray | None = N
                 run.record(whole, actor.update(changed(whole, out & (np.cumsum(out) == 1), np.inf)))
 
     with pytest.raises(EngineError) as raised:
-        quick(model, folder, *WORDS, *words, driver=driver, reward=odd)
+        quick(model, folder, *WORDS, *words, driver=driver_that_looks, reward=odd_sum)
     return Seen(recorded=numbers(folder)[0], end=str(raised.value), **found)
 
 

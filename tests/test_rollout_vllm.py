@@ -64,7 +64,7 @@ def test_after_each_training_step_it_samples_with_the_trained_weights_and_not_th
     seen: list[tuple[Batch, Any]] = []
 
     @recipe("algorithm=grpo")
-    def driver(run: Run) -> None:
+    def grpo_that_exports(run: Run) -> None:
         actor, reward = run.groups(Actor, Reward)
         for step in run.steps():
             greedy = actor.generate(run.prompts(), Sampling(temperature=0.0, max_new_tokens=8)).fetch()
@@ -74,7 +74,7 @@ def test_after_each_training_step_it_samples_with_the_trained_weights_and_not_th
             batch |= reward.score(batch) | actor.old_log_probs(batch)
             run.record(batch, actor.update(batch | run.advantages(batch)))
 
-    run = quick(model, tmp_path / "run", *WORDS, "run.steps=4", "training.lr=2e-2", driver=driver)
+    run = quick(model, tmp_path / "run", *WORDS, "run.steps=4", "training.lr=2e-2", driver=grpo_that_exports)
     for step, (greedy, trained) in enumerate(seen):
         assert set(greedy.ragged("policy_version").values.tolist()) == {step}
         assert errors(greedy, trained) < 1e-4
