@@ -235,7 +235,7 @@ def as_column(name: str, value: Any) -> Column:
 def take_rows(columns: Mapping[str, AnyColumn], rows: Index) -> dict[str, AnyColumn]:
     """These rows of every column; a slice has no step. Consecutive rows are views; ragged columns of the same offsets
     share the work, and so do stored columns of the same rows."""
-    at = rows if isinstance(rows, slice) else _consecutive(rows)
+    at = rows if isinstance(rows, slice) else as_slice(rows)
     positions: dict[int, tuple[Array | slice, NDArray[np.int64]]] = {}
     stored: dict[int, StoredRows] = {}
     taken: dict[str, AnyColumn] = {}
@@ -321,8 +321,8 @@ def read_only(array: Array) -> Array:
     return array
 
 
-def _consecutive(rows: NDArray[np.int64]) -> Index:
-    """As a slice, if they are."""
+def as_slice(rows: NDArray[np.int64]) -> Index:
+    """Row numbers as a slice, if they are consecutive."""
     count = len(rows)
     if not count or rows[-1] - rows[0] != count - 1 or (rows[1:] - rows[:-1] != 1).any():
         return rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ....batch import Batch
-from ....columns import Kind
+from ....columns import Kind, as_slice
 from ....errors import HybridFlowError
 from ...balance import balanced_parts, cost
 from ...batch_ref import BatchRef, PendingMetrics
@@ -186,7 +186,7 @@ def _cut(value: Any, inputs: Batch | None, placed: Sequence[Ints] | None) -> Any
     """A batch in the parts of `placed`; one of another number of rows, and any other value, as it is."""
     if placed is None or inputs is None or not isinstance(value, Batch) or len(value) != len(inputs):
         return value
-    return Parts([value.take(rows) for rows in placed])
+    return Parts([value.take(as_slice(rows)) for rows in placed])
 
 
 def _tokens(rows: Batch) -> Ints | None:
