@@ -109,8 +109,8 @@ def use_deterministic_algorithms() -> None:
 
 @contextmanager
 def kept_state() -> Iterator[None]:
-    """Puts back the global random generators and the number of CPU threads, which a library in this process sets for
-    its own use."""
+    """Puts back Python's, numpy's and torch's CPU generators and the number of CPU threads, which a library in this
+    process sets for its own use."""
     random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:

@@ -168,10 +168,10 @@ def _explained(path: str, key: str, what: str) -> Iterator[None]:
     except Exception as error:
         damaged = [file.name for file in sorted(Path(path).glob("*.safetensors")) if not _readable(file)]
         if damaged:
-            raise ModelError(f"{key}={path}: {damaged[0]} is damaged or cut short: fetch it again.") from None
+            raise ModelError(f"{key}={path}: {damaged[0]} is damaged or cut short: fetch it again.") from error
         where = "" if _is_local(path) else " It is no folder here, so it was looked up on the hub."
         cause = str(error).strip().splitlines() or [""]
-        raise ModelError(f"{key}={path}: {what}.{where} {type(error).__name__}: {cause[0]}") from None
+        raise ModelError(f"{key}={path}: {what}.{where} {type(error).__name__}: {cause[0]}") from error
 
 
 @contextmanager

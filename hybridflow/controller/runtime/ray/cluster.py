@@ -12,7 +12,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from ray.exceptions import AuthenticationError
 
 from ....device import is_accelerated
-from ....errors import HybridFlowError
+from ....errors import HybridFlowError, named
 
 ACCELERATORS = ("GPU", "NPU", "HPU")
 SLOT = "slot"
@@ -92,7 +92,7 @@ def _join(address: str) -> None:
     except (ConnectionError, AuthenticationError) as error:
         raise HybridFlowError(
             f"RAY_ADDRESS={address}: the Ray cluster there does not let this process in, or is on its way down: "
-            f"{str(error).strip().splitlines()[0]} If it wants a token, give this machine the ~/.ray/auth_token of the "
+            f"{named(error).splitlines()[0]} If it wants a token, give this machine the ~/.ray/auth_token of the "
             "head's and set RAY_AUTH_MODE=token; RAY_AUTH_MODE=disabled on all machines does without one."
         ) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from ....batch import Batch
-from ....errors import ConfigError
+from ....errors import ConfigError, named
 from ...group import Place, Runtime
 from ...replay import FILE, Replay
 from ...trace import Span, Trace
@@ -171,13 +171,12 @@ class RayRuntime(Runtime):
 
     def _keep_inputs(self, number: int) -> None:
         """Of the call that failed, if it was a method's. Whatever goes wrong here must not hide why the run failed."""
-        (self._failure_folder / FILE).unlink(missing_ok=True)
-        if number not in self._under_way:
-            return
-        found = self._under_way[number][1]
         DIRECTORY.drives[self._number].read_s = KEEP_S
         try:
-            found.save(self._failure_folder)
-            self._say(f"what {found.name} was given is kept: hybridflow replay {self._failure_folder}")
+            (self._failure_folder / FILE).unlink(missing_ok=True)
+            if number in self._under_way:
+                found = self._under_way[number][1]
+                found.save(self._failure_folder)
+                self._say(f"what {found.name} was given is kept: hybridflow replay {self._failure_folder}")
         except Exception as error:
-            self._say(f"what {found.name} was given could not be kept: {type(error).__name__}: {error}")
+            self._say(f"what the failed call was given could not be kept: {named(error)}")
